@@ -1,0 +1,1 @@
+"""Git for a teacher's hidden states."""

@@ -1,0 +1,123 @@
+"""What can go wrong, the exit code it means, and what to do about it.
+
+One class for each thing a caller would do differently::
+
+    ZgError
+    ├── NotFound     10   no such store, ref, tag or digest: name another
+    ├── Busy         11   somebody holds it: wait, or ask who
+    ├── Conflict     13   somebody else moved it first: look again, retry
+    ├── Corrupt      20   bytes are not what their name says: repair
+    ├── Missing      21   an object that is referred to is not there: repair
+    ├── Partial      22   only a part was asked for or is there: fetch the rest
+    ├── NoSpace      24   the disk cannot hold it: free some
+    ├── Refused      25   it is not what was pinned: decide which is right
+    ├── NonFinite    26   NaN or Inf where numbers were promised: fix or drop
+    ├── Invalid       2   a recipe, argument or input that makes no sense: correct it
+    ├── Transient    30   the system failed in a way that may pass: retry
+    └── Interrupted 130   a signal asked to stop: run again to resume
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ZgError(Exception):
+    """A fault with its kind, its exit code and its remedy.
+
+    Args:
+        message: What happened, in one line, naming the thing it happened to.
+        hint: What to do next; a command where there is one.
+        **fields: What a program may want to know (digests, paths, numbers); printed under ``error`` by ``--json``.
+    """
+
+    kind: ClassVar[str] = "error"
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, message: str, *, hint: str, **fields: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.fields = fields
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by keyword, so that a worker process can raise it in its parent."""
+        return (_rebuild, (type(self), self.message, self.hint, self.fields))
+
+
+def _rebuild(error: type[ZgError], message: str, hint: str, fields: dict[str, object]) -> ZgError:
+    return error(message, hint=hint, **fields)
+
+
+class NotFound(ZgError):
+    kind, exit_code = "not_found", 10
+
+
+class Busy(ZgError):
+    kind, exit_code = "busy", 11
+
+
+class Conflict(ZgError):
+    kind, exit_code = "conflict", 13
+
+
+class Corrupt(ZgError):
+    """Bytes that are not what their name says.
+
+    Args:
+        object: The object's digest as text, or the file's name where it has none.
+        expected: What its name or its reference promises.
+        actual: What was found.
+        path: Where.
+    """
+
+    kind, exit_code = "corrupt", 20
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str,
+        object: str = "",
+        expected: object = None,
+        actual: object = None,
+        path: str = "",
+        **fields: object,
+    ) -> None:
+        super().__init__(message, hint=hint, object=object, expected=expected, actual=actual, path=path, **fields)
+        self.object = object
+        self.expected = expected
+        self.actual = actual
+        self.path = path
+
+
+class Missing(ZgError):
+    kind, exit_code = "missing", 21
+
+
+class Partial(ZgError):
+    kind, exit_code = "partial", 22
+
+
+class NoSpace(ZgError):
+    kind, exit_code = "no_space", 24
+
+
+class Refused(ZgError):
+    kind, exit_code = "refused", 25
+
+
+class NonFinite(ZgError):
+    kind, exit_code = "non_finite", 26
+
+
+class Invalid(ZgError):
+    kind, exit_code = "invalid", 2
+
+
+class Transient(ZgError):
+    kind, exit_code = "transient", 30
+
+
+class Interrupted(ZgError):
+    kind, exit_code = "interrupted", 130

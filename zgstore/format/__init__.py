@@ -1,0 +1,1 @@
+"""What is on disk: digests, canonical encodings, and the values they carry."""

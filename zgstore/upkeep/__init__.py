@@ -1,0 +1,1 @@
+"""A store examined, collected, compared, carried and repaired."""

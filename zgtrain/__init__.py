@@ -1,0 +1,1 @@
+"""Training on verified snapshots, block by block."""
