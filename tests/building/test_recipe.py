@@ -136,7 +136,7 @@ def test_overrides_replace_single_values_by_dotted_keys(tmp_path):
 def test_factories_come_from_beside_the_recipe_and_run_there(tmp_path):
     (tmp_path / "beside.py").write_text(
         "import pathlib\ndef teacher(width):\n    return str(pathlib.Path.cwd()), width\n"
-        "def batches():\n    for line in open('lines.txt'):\n        yield line.strip()\n"
+        "def batches():\n    with open('lines.txt') as f:\n        for line in f:\n            yield line.strip()\n"
     )
     (tmp_path / "lines.txt").write_text("a\nb\n")
     recipe = load_recipe(write(tmp_path, GOOD.replace("tiny:", "beside:")))
