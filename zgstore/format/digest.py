@@ -16,7 +16,20 @@ SHORTEST_PREFIX: Final = 6
 
 # Kinds keep one sort of bytes from being read as another. A blob has none: `b3sum FILE` prints its name.
 KINDS: Final = frozenset(
-    {"page", "snapshot", "record", "action", "row", "batch", "teacher", "files", "pins", "recipe", "measurement"}
+    {
+        "page",
+        "snapshot",
+        "record",
+        "action",
+        "row",
+        "batch",
+        "teacher",
+        "files",
+        "pins",
+        "recipe",
+        "measurement",
+        "partial",
+    }
 )
 
 _TEXT = re.compile(r"(?:blake3:)?([0-9a-f]{64})")
