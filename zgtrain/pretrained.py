@@ -1,0 +1,96 @@
+"""Where a pretrained model lies: a folder, a GGUF file, or the data of an installed package.
+
+Never a hub's name: nothing here reaches for a network, and no package is imported to be looked into. transformers is
+an optional dependency (``pip install 'zgstore[hf]'``) and is imported when it is first needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zgstore
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlace:
+    """Where a model lies: a folder, and the GGUF file in it if it is one."""
+
+    folder: Path
+    gguf_file: str | None
+
+    @property
+    def gguf(self) -> dict[str, str]:
+        """The keyword that transformers wants for a GGUF file; nothing for a folder."""
+        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+
+
+def find_model(path: str) -> ModelPlace:
+    """The place that ``path`` names.
+
+    Args:
+        path: A folder, a ``.gguf`` file, or ``package:NAME``: a package's folder, found without importing it.
+
+    Raises:
+        zgstore.Invalid: if there is no such package or file, or no single model in it.
+    """
+    place = _package_folder(path.removeprefix("package:")) if path.startswith("package:") else Path(path).absolute()
+    if place.is_file() and place.suffix == ".gguf":
+        return ModelPlace(place.parent, place.name)
+    if (place / "config.json").is_file():
+        return ModelPlace(place, None)
+    files = sorted(each.name for each in place.glob("*.gguf")) if place.is_dir() else []
+    if len(files) != 1:
+        found = f"{len(files)} .gguf files" if files else "neither config.json nor a .gguf file"
+        raise zgstore.Invalid(
+            f"there is no model at {path!r}: {found} in {place}",
+            hint="name a folder that save_pretrained wrote, one .gguf file, or package:NAME",
+        )
+    return ModelPlace(place, files[0])
+
+
+def _package_folder(name: str) -> Path:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        raise zgstore.Invalid(f"the package {name!r} is not installed", hint=f"pip install {name.replace('_', '-')}")
+    return Path(spec.submodule_search_locations[0])
+
+
+def load_config(place: ModelPlace) -> Any:
+    """The model's config: of its folder, or made from the GGUF file's metadata."""
+    from transformers import AutoConfig  # noqa: PLC0415 — heavy, and optional
+
+    config = AutoConfig.from_pretrained(place.folder, local_files_only=True, **place.gguf)
+    config.use_cache = False  # one forward a batch: a cache of keys and values would be made and thrown away
+    return config
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer that lies beside a model, or in its GGUF file: a transformers ``PreTrainedTokenizerFast``."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415 — heavy, and optional
+
+    place = find_model(path)
+    # For a GGUF file the general class asks for the model's config first, which takes seconds and decides nothing.
+    kind = AutoTokenizer if place.gguf_file is None else PreTrainedTokenizerFast
+    return kind.from_pretrained(place.folder, local_files_only=True, **place.gguf)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without transformers' own progress bars: whoever called has one already."""
+    from transformers.utils import logging  # noqa: PLC0415 — heavy, and optional
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
