@@ -1,0 +1,70 @@
+"""Memory for captured tensors, used again."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zgstore.format.tensorfile import dtype_name
+
+
+class Pool:
+    """Memory that is used again: a new large tensor costs a page fault for every 4 KiB.
+
+    ``take`` gives a tensor, ``give`` takes it back once its bytes are on their way; both from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, bool], list[Tensor]] = defaultdict(list)
+        self._lock = threading.Lock()
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
+        """A CPU tensor with whatever values it has; ``pinned`` for copies from a device."""
+        wanted = math.prod(shape) * dtype.itemsize
+        room = _room(wanted)
+        with self._lock:
+            free = self._free[room, pinned]
+            memory = free.pop() if free else None
+        if memory is None:
+            # Not an inference tensor, which could be neither written elsewhere nor enter autograd.
+            with torch.inference_mode(mode=False):
+                memory = torch.empty(room, dtype=torch.uint8, pin_memory=pinned)
+        return memory[:wanted].view(dtype).view(tuple(shape))
+
+    def give(self, tensor: Tensor) -> None:
+        """Take back what `take` gave. Nothing may look at it any more."""
+        storage = tensor.untyped_storage()
+        with torch.inference_mode(mode=False):
+            memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+        with self._lock:
+            self._free[storage.nbytes(), memory.is_pinned()].append(memory)
+
+
+def _room(size: int) -> int:
+    """Bytes for ``size``: at most an eighth more, so that lengths that differ from batch to batch share few sizes."""
+    step = max(4096, 1 << max(size.bit_length() - 4, 0))
+    return -(-max(size, 1) // step) * step
+
+
+def copied(tensor: Tensor, pieces: list[Tensor] | None, dtype: torch.dtype, pool: Pool, point: str) -> Tensor:
+    """A copy of the tensor, or of its pieces joined, in pooled memory; under way, if it comes from a device."""
+    dtype_name(tensor, what=repr(point))
+    if tensor.device.type == "cpu":
+        if pieces is None:
+            return pool.take(tensor.shape, dtype).copy_(tensor)
+        joined = pool.take((sum(map(len, pieces)), *tensor.shape[2:]), dtype)
+        at = 0
+        for piece in pieces:
+            joined[at : at + len(piece)].copy_(piece)
+            at += len(piece)
+        return joined
+    # Cast and joined on the device, then one copy on its own stream: what comes after it there cannot overtake it.
+    whole = tensor if pieces is None else torch.cat(pieces)
+    whole = whole.to(dtype)
+    pinned = tensor.device.type == "cuda"
+    return pool.take(whole.shape, dtype, pinned=pinned).copy_(whole, non_blocking=pinned)

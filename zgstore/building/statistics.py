@@ -1,0 +1,98 @@
+"""What is seen of a boundary's values as they pass: whether they are finite, and how large they are.
+
+Only boundaries are looked at. Outputs may hold −inf (a mask in logits), and context is data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from zgstore.format.tensorfile import offsets_of
+
+_CHUNK: Final = 1 << 18  # elements: their fp32 copy fits a core's cache
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of some rows of a boundary; ``a + b`` is of a's rows followed by b's.
+
+    Args:
+        rows: How many.
+        nonfinite: Those (ascending, counted from 0) that hold NaN or Inf.
+        count: Finite elements.
+        square_sum: Of finite elements.
+        low: The least finite element; inf where there is none.
+        high: The greatest; −inf where there is none.
+    """
+
+    rows: int = 0
+    nonfinite: tuple[int, ...] = ()
+    count: int = 0
+    square_sum: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    def __add__(self, other: Statistics) -> Statistics:
+        return Statistics(
+            self.rows + other.rows,
+            (*self.nonfinite, *(self.rows + row for row in other.nonfinite)),
+            self.count + other.count,
+            self.square_sum + other.square_sum,
+            min(self.low, other.low),
+            max(self.high, other.high),
+        )
+
+    @property
+    def rms(self) -> float:
+        """Root mean square of the finite elements."""
+        return math.sqrt(self.square_sum / self.count) if self.count else 0.0
+
+    def as_value(self) -> dict[str, float]:
+        """``rms``, ``min`` and ``max`` as an action holds them; empty where nothing is finite."""
+        return {"rms": self.rms, "min": self.low, "max": self.high} if self.count else {}
+
+
+def stats(tensor: Tensor, lengths: Tensor | None = None) -> Statistics:
+    """Statistics of a chunk.
+
+    Args:
+        tensor: ``[rows, …]``, or ``[sum of lengths, …]`` with ``lengths``.
+        lengths: Integer ``[rows]`` of a ragged chunk.
+    """
+    rows = len(tensor) if lengths is None else len(lengths)
+    if not tensor.numel() or not tensor.is_floating_point():
+        return Statistics(rows=rows)
+    flat = tensor.detach().reshape(-1)
+    total = Statistics()
+    for at in range(0, len(flat), _CHUNK):
+        piece = flat[at : at + _CHUNK].to(torch.float64 if flat.dtype is torch.float64 else torch.float32)
+        low, high = (float(value) for value in torch.aminmax(piece))
+        # NaN and Inf reach the extremes; only then are elements looked at one by one.
+        if not (math.isfinite(low) and math.isfinite(high)):
+            piece = piece[torch.isfinite(piece)]
+            if not len(piece):
+                continue
+            low, high = (float(value) for value in torch.aminmax(piece))
+        total += Statistics(0, (), len(piece), _square_sum(piece, max(-low, high)), low, high)
+    nonfinite = _nonfinite_rows(tensor, lengths) if total.count < len(flat) else ()
+    return Statistics(rows, nonfinite, total.count, total.square_sum, total.low, total.high)
+
+
+def _square_sum(piece: Tensor, largest: float) -> float:
+    if largest > 1e16:  # squares would leave fp32's range
+        piece = piece.to(torch.float64)
+    return float(torch.dot(piece, piece))
+
+
+def _nonfinite_rows(tensor: Tensor, lengths: Tensor | None) -> tuple[int, ...]:
+    bad = ~torch.isfinite(tensor).reshape(len(tensor), -1).all(1)
+    if lengths is None:
+        return tuple(torch.nonzero(bad).flatten().tolist())
+    bounds = offsets_of(lengths.cpu()).tolist()
+    return tuple(row for row, (start, end) in enumerate(pairwise(bounds)) if bool(bad[start:end].any()))
