@@ -1,0 +1,366 @@
+"""Who is using what, and the store's locks.
+
+A lease is a file: a head of fixed width that says whose it is, then raw digests that the holder needs. What live leases
+name is not collected. The holder keeps the file locked and refreshes it each minute; the lock goes with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import uuid as uuids
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from zgstore.errors import Corrupt, Invalid, ZgError
+from zgstore.format import canonical
+from zgstore.format.digest import DIGEST_BYTES, Digest
+from zgstore.storage import locks
+from zgstore.storage.files import READ_ONLY, directory, fault, faults, listing, read_all, write_all
+
+TTL_SECONDS: Final = 3600
+REFRESH_SECONDS: Final = 60.0
+HEAD_BYTES: Final = 1024  # length, canonical msgpack, zeros: digests begin where they can be found even if it is torn
+WAIT_SECONDS: Final = 30.0
+_MAX_LEASE_BYTES: Final = 1 << 32
+_COARSE: Final[int] = getattr(time, "CLOCK_REALTIME_COARSE", time.CLOCK_REALTIME)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseInfo:
+    """A lease as others see it.
+
+    Args:
+        uuid: Its file, and the name of its holder's folder in ``tmp/``.
+        host: Where the holder runs; "" if the head is torn.
+        boot: Which boot of that host.
+        pid: The holder's process.
+        start: When it was taken, in seconds of Unix time.
+        purpose: What for.
+        alive: Whether it still keeps what it names.
+        digests: Raw digests joined; empty for a dead lease, which is not parsed.
+        age_seconds: Since it was last refreshed.
+    """
+
+    uuid: str
+    host: str
+    boot: str
+    pid: int
+    start: float
+    purpose: str
+    alive: bool
+    digests: bytes
+    age_seconds: float = 0.0
+
+
+class Lease:
+    """A lease that this process holds: one close-on-exec descriptor, refreshed by a thread of its own.
+
+    Closing it is the last thing a holder does. Forked children close theirs and hold nothing.
+    """
+
+    def __init__(self, root: Path, uuid: str, handle: int) -> None:
+        self.uuid = uuid
+        self._root = root
+        self._handle = handle
+        self._pid = os.getpid()
+        self._stop = threading.Event()
+        threading.Thread(
+            target=_refresh_each_minute, args=(weakref.ref(self), self._stop), name=f"lease-{uuid[:8]}", daemon=True
+        ).start()
+
+    def add(self, digests: Iterable[Digest]) -> None:
+        """Name more digests, before looking whether they are there."""
+        self._check_owner()
+        with faults(f"writing the lease {self.uuid}"):
+            write_all(self._handle, b"".join(digest.raw for digest in digests))
+
+    def linked(self) -> bool:
+        """Whether the lease's file is still the one we hold: if not, a collector took us for dead."""
+        self._check_owner()
+        try:
+            with faults("looking at a lease"), directory(self._root, "leases") as folder:
+                try:
+                    named = os.stat(self.uuid, dir_fd=folder, follow_symlinks=False)
+                except FileNotFoundError:
+                    return False
+            held = os.fstat(self._handle)
+        except OSError as error:
+            raise fault(error, "looking at a lease") from error
+        return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
+
+    def refresh(self) -> None:
+        """Say that the holder lives."""
+        with contextlib.suppress(OSError):
+            if self._handle >= 0 and self._pid == os.getpid():
+                os.utime(self._handle)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was given back, or belongs to the process that this one was forked from."""
+        return self._handle < 0 or self._pid != os.getpid()
+
+    def close(self) -> None:
+        """Give it back; harmless when repeated, and in a forked child."""
+        self._stop.set()
+        handle, self._handle = self._handle, -1
+        if handle < 0 or self._pid != os.getpid():
+            return
+        # Only our own file: another may have the name by now.
+        with contextlib.suppress(OSError, ZgError), directory(self._root, "leases") as folder:
+            named, held = os.stat(self.uuid, dir_fd=folder, follow_symlinks=False), os.fstat(handle)
+            if (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino):
+                os.unlink(self.uuid, dir_fd=folder)
+        locks.close_owned(handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self.close()
+
+    def _check_owner(self) -> None:
+        if self.closed:
+            raise Invalid(
+                "this lease is closed, or was taken by the process that this one was forked from",
+                hint="open the store anew in each process",
+            )
+
+
+def _refresh_each_minute(lease: weakref.ref[Lease], stop: threading.Event) -> None:
+    # A teacher pass may take long, so no step of the holder's own is sure to come in time.
+    while not stop.wait(REFRESH_SECONDS):
+        held = lease()
+        if held is None:
+            return
+        held.refresh()
+        del held
+
+
+class Leases:
+    """The leases and locks of one store.
+
+    Args:
+        root: The store.
+        file_mode: Permissions of files.
+        dir_mode: Permissions of folders.
+    """
+
+    def __init__(self, root: Path, *, file_mode: int, dir_mode: int) -> None:
+        self.root = root
+        self._file_mode = file_mode
+        self._dir_mode = dir_mode
+
+    def take(self, purpose: str, *, ttl_seconds: int = TTL_SECONDS, uuid: str | None = None) -> Lease:
+        """Take a lease.
+
+        Args:
+            purpose: What for, in a word: ``build``, ``read``, ``copy``.
+            ttl_seconds: How long other hosts believe in it after a refresh.
+            uuid: Its name; by default a new one. A holder whose lease was taken takes the next under the same name.
+
+        Raises:
+            Invalid: if the store cannot be written here.
+            NoSpace, Transient: as the disk says.
+        """
+        uuid = uuid or str(uuids.uuid4())
+        with faults("taking a lease"), directory(self.root, "leases", make=self._dir_mode) as folder:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND
+            handle = locks.open_owned(uuid, flags, mode=self._file_mode, dir_fd=folder)
+            try:
+                locks.try_lock(handle, exclusive=True)
+                write_all(handle, _head(purpose, ttl_seconds))
+            except BaseException:
+                os.unlink(uuid, dir_fd=folder)
+                locks.close_owned(handle)
+                raise
+        return Lease(self.root, uuid, handle)
+
+    def try_take(self, purpose: str, *, ttl_seconds: int = TTL_SECONDS) -> Lease | None:
+        """Take a lease, or None where the store cannot be written: such a reader has only the grace times."""
+        try:
+            return self.take(purpose, ttl_seconds=ttl_seconds)
+        except Invalid as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in READ_ONLY:
+                return None
+            raise
+
+    def all(self, *, now: float | None = None) -> list[LeaseInfo]:
+        """Every lease, dead ones too; for a moment's truth, under the store lock.
+
+        Args:
+            now: The file system's time; by default that of a look at it.
+        """
+        now = clock(self.root) if now is None else now
+        found = []
+        with contextlib.suppress(FileNotFoundError), directory(self.root, "leases") as folder:
+            for uuid in sorted(listing(folder)):
+                with contextlib.suppress(FileNotFoundError, Corrupt):
+                    found.append(self._look(folder, uuid, now))
+        return found
+
+    def remove(self, uuid: str) -> None:
+        """Remove a dead lease. The caller holds the store lock exclusively, and has seen under it that it is dead."""
+        with (
+            faults(f"removing the lease {uuid}"),
+            directory(self.root, "leases") as folder,
+            contextlib.suppress(FileNotFoundError),
+        ):
+            os.unlink(uuid, dir_fd=folder)
+
+    def _look(self, folder: int, uuid: str, now: float) -> LeaseInfo:
+        path = self.root / "leases" / uuid
+        with faults(f"looking at the lease {uuid}"):
+            try:
+                content = read_all(folder, uuid, path, limit_bytes=_MAX_LEASE_BYTES)
+                entry = os.stat(uuid, dir_fd=folder, follow_symlinks=False)
+                free = _lock_is_free(folder, uuid)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(uuid) from error
+        head = _parse_head(content)
+        age = max(0.0, now - entry.st_mtime)
+        alive = _alive(head, age, lock_free=free)
+        body = content[HEAD_BYTES:] if alive else b""
+        return LeaseInfo(
+            uuid=uuid,
+            host=head["host"],
+            boot=head["boot"],
+            pid=head["pid"],
+            start=head["start"],
+            purpose=head["purpose"],
+            alive=alive,
+            digests=body[: len(body) // DIGEST_BYTES * DIGEST_BYTES],  # a torn tail is ignored
+            age_seconds=age,
+        )
+
+    # -- locks -----------------------------------------------------------------------------------------------------
+
+    def store_lock(
+        self, *, exclusive: bool, wait_seconds: float = WAIT_SECONDS
+    ) -> contextlib.AbstractContextManager[None]:
+        """``locks/store``: shared for each step of a writer, exclusive for each step of the collector.
+
+        Raises:
+            Busy: if it is still held after ``wait_seconds``.
+        """
+        return locks.hold(
+            self.root, "store", exclusive=exclusive, wait_seconds=wait_seconds, mode=self._file_mode, what="the store"
+        )
+
+    def gc_lock(self, *, wait_seconds: float = 0.0) -> contextlib.AbstractContextManager[None]:
+        """``locks/gc``: one collector at a time.
+
+        Raises:
+            Busy: naming the other's host, process and age.
+        """
+        return locks.hold(
+            self.root, "gc", exclusive=True, wait_seconds=wait_seconds, mode=self._file_mode, what="garbage collection"
+        )
+
+    def locks_work(self) -> bool:
+        """Whether a lock held by one process keeps another out here."""
+        return locks.locks_work(self.root)
+
+
+def clock(root: Path) -> float:
+    """The file system's time: what it stamps a file with that is touched now; where none can be, this host's."""
+    try:
+        with directory(root, "locks") as folder:
+            handle = os.open("store", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                os.utime(handle)
+                return os.fstat(handle).st_mtime
+            finally:
+                os.close(handle)
+    except (OSError, ZgError):
+        return _host_time()
+
+
+def _host_time() -> float:
+    # The kernel stamps files with its coarse clock; another would run ahead of it.
+    return time.clock_gettime(_COARSE)
+
+
+def _boot() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def _process_start(pid: int) -> int:
+    """When the kernel started the process, in its ticks, so that a pid used again is told apart; 0 if unknown."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        return int(text.rpartition(")")[2].split()[19])
+    return 0
+
+
+def _process_gone(pid: int, process_start: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    now_start = _process_start(pid)
+    return process_start != 0 and now_start not in {0, process_start}
+
+
+def _head(purpose: str, ttl_seconds: int) -> bytes:
+    body = canonical.encode(
+        {
+            "kind": "lease",
+            "host": socket.gethostname()[:255],
+            "boot": _boot(),
+            "pid": os.getpid(),
+            "process_start": _process_start(os.getpid()),
+            "start": _host_time(),
+            "purpose": purpose[:100],
+            "ttl_seconds": ttl_seconds,
+        }
+    )
+    return (len(body).to_bytes(4, "little") + body).ljust(HEAD_BYTES, b"\0")
+
+
+_TORN: Final[dict[str, Any]] = {
+    "host": "", "boot": "", "pid": 0, "process_start": 0, "start": 0.0, "purpose": "unknown",
+    "ttl_seconds": TTL_SECONDS,
+}  # fmt: skip
+
+
+def _parse_head(content: bytes) -> dict[str, Any]:
+    """The head's fields; for a torn one, those of a lease that only its age can tell dead."""
+    size = int.from_bytes(content[:4], "little")
+    if not 0 < size <= HEAD_BYTES - 4:
+        return _TORN
+    try:
+        head = canonical.decode(content[4 : 4 + size], what="lease")
+    except Corrupt:
+        return _TORN
+    fits = isinstance(head, dict) and all(type(head.get(name)) is type(value) for name, value in _TORN.items())
+    return head if fits else _TORN
+
+
+def _lock_is_free(folder: int, uuid: str) -> bool:
+    handle = os.open(uuid, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        return locks.try_lock(handle, exclusive=False)
+    finally:
+        os.close(handle)
+
+
+def _alive(head: dict[str, Any], age_seconds: float, *, lock_free: bool) -> bool:
+    """Dead on the same boot only when its lock is free and its process gone; elsewhere when it was not refreshed."""
+    if head["boot"] and head["boot"] == _boot():
+        return not (lock_free and _process_gone(head["pid"], head["process_start"]))
+    return bool(age_seconds <= head["ttl_seconds"])

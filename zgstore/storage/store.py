@@ -1,0 +1,539 @@
+"""One store: files, index, refs, leases and memos joined; names resolved, snapshots read, plans made. Bytes only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tomllib
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from zgstore.errors import Corrupt, Invalid, Missing, NoSpace, NotFound, Partial
+from zgstore.format.digest import DIGEST_BYTES, Digest, digest_prefix
+from zgstore.format.manifest import (
+    FORMAT,
+    Blob,
+    Column,
+    Constant,
+    Dropped,
+    LeafPage,
+    Record,
+    RootPage,
+    Shard,
+    Snapshot,
+    all_digests,
+    all_u64,
+    check_features,
+)
+from zgstore.format.readplan import BlobPlan, ColumnPlan, ReadPlan
+from zgstore.storage import leases, partials
+from zgstore.storage.files import create, directory, faults, listing, make_directory, read_all, write_file
+from zgstore.storage.index import Index, Stamp
+from zgstore.storage.leases import Lease, Leases
+from zgstore.storage.memos import Memos
+from zgstore.storage.objects import FAMILIES, Objects, Stat
+from zgstore.storage.refs import ANY, Expectation, Refs
+from zgstore.storage.session import Session, missing_parts
+
+__all__ = ["ANY", "Session", "Store"]
+
+CONFIG: Final = "zgstore.toml"
+POLICIES: Final = {  # permissions of folders and of files that change; objects never change
+    "private": (0o700, 0o600),
+    "group": (0o2770, 0o660),
+    "world-read": (0o755, 0o644),
+}
+OBJECT_MODE: Final = 0o444  # who may not read is kept out by the folders
+FLOOR_BYTES: Final = (1 << 20, 256 << 20)  # of a hundredth of the file system: at least, at most
+_FOLDERS: Final = (
+    "refs", "refs/heads", "refs/tags", "reflog", "reflog/heads", "reflog/tags", "holds", "leases", "tmp", "trash",
+    "quarantine", "locks", "index",
+)  # fmt: skip
+_AT = re.compile(r"(.+)@\{(\d{1,9})\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A store by its path and configuration: cheap to open, picklable, holding nothing open.
+
+    Args:
+        path: Absolute.
+        id: UUID given at init.
+        policy: ``private``, ``group`` or ``world-read``.
+        objects: Its immutable files.
+        index: Its stamps.
+        refs: Its names.
+        leases: Who uses it.
+        memos: What was computed.
+    """
+
+    path: Path
+    id: str
+    policy: str
+    objects: Objects
+    index: Index
+    refs: Refs
+    leases: Leases
+    memos: Memos
+
+    # -- opening ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, path: str | Path) -> Store:
+        """Open the store at ``path``.
+
+        Raises:
+            NotFound: if there is none.
+            Invalid: if it needs a format or a feature that this version does not know.
+            Corrupt: if its configuration cannot be read.
+        """
+        root = Path(os.path.abspath(path))  # noqa: PTH100  (a link to a store stays the name people gave it)
+        try:
+            with directory(root) as folder:
+                text = read_all(folder, CONFIG, root / CONFIG, limit_bytes=1 << 20)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFound(f"there is no store at {root}", hint=f"make one: `zgstore init {path}`") from error
+        except OSError as error:
+            raise NotFound(f"the store at {root} cannot be opened: {error}", hint="check its permissions") from error
+        return cls._configured(root, text)
+
+    @classmethod
+    def _configured(cls, root: Path, text: bytes) -> Store:
+        try:
+            config = tomllib.loads(text.decode("utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise _bad_config(root, str(error)) from error
+        number, requires = config.get("format"), config.get("requires", [])
+        if type(number) is not int or not isinstance(requires, list):
+            raise _bad_config(root, "format is no number, or requires no list")
+        check_features(f"store ({root})", number, requires)
+        policy, store_id, place = config.get("policy"), config.get("id"), config.get("index")
+        if policy not in POLICIES or not isinstance(store_id, str) or not isinstance(place, str | None):
+            raise _bad_config(root, "id, policy or index")
+        dir_mode, file_mode = POLICIES[policy]
+        index = Index(
+            root, folder=Path(place) / store_id if place else None, dir_mode=dir_mode, file_mode=file_mode
+        )
+        return cls(
+            path=root,
+            id=store_id,
+            policy=policy,
+            objects=Objects(root, file_mode=OBJECT_MODE, dir_mode=dir_mode, trusted=_Trust(index, root)),
+            index=index,
+            refs=Refs(root, file_mode=file_mode, dir_mode=dir_mode),
+            leases=Leases(root, file_mode=file_mode, dir_mode=dir_mode),
+            memos=Memos(root, file_mode=file_mode, dir_mode=dir_mode),
+        )
+
+    @classmethod
+    def init(cls, path: str | Path, *, policy: str = "private") -> Store:
+        """Make the store that ``path`` is; one that is there stays as it is, and is opened.
+
+        Args:
+            path: A folder, made where missing.
+            policy: Who may use it: ``private``, ``group`` or ``world-read``; holds whatever the umask.
+
+        Raises:
+            Invalid: for an unknown policy, or a place that cannot be written.
+        """
+        if policy not in POLICIES:
+            raise Invalid(f"{policy!r} is not a policy", hint=f"one of {', '.join(POLICIES)}")
+        root = Path(os.path.abspath(path))  # noqa: PTH100
+        if (root / CONFIG).exists():
+            return cls.open(root)
+        dir_mode, file_mode = POLICIES[policy]
+        config = f'format = {FORMAT}\nrequires = []\nid = "{uuid.uuid4()}"\npolicy = "{policy}"\n'
+        with faults(f"making a store at {root}"):
+            root.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(root, dir_mode)
+            store = cls._configured(root, config.encode())
+            store.objects.make_folders()
+            for name in _FOLDERS:
+                make_directory(root / name, dir_mode)
+            store.memos.make_folders()
+            with directory(root, "locks") as folder:
+                for name in ("store", "gc", "refs"):
+                    with contextlib.suppress(FileExistsError):
+                        os.close(create(folder, name, file_mode))
+            # Last, and without replacing: from here on it is a store, and of two that make it one is right.
+            write_file(root, (), CONFIG, config.encode(), mode=file_mode, dir_mode=dir_mode, replace=False)
+        return cls.open(root)
+
+    @property
+    def dir_mode(self) -> int:
+        """Permissions of folders under the policy."""
+        return POLICIES[self.policy][0]
+
+    @property
+    def file_mode(self) -> int:
+        """Permissions of files that change, under the policy."""
+        return POLICIES[self.policy][1]
+
+    # -- the machine -----------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """The file system's time, in seconds: the one clock that decides ages."""
+        return leases.clock(self.path)
+
+    def check_space(self, bytes_needed: int) -> None:
+        """See that the disk holds so many more bytes, and keeps a floor free.
+
+        Raises:
+            NoSpace: if not; says what is needed and what is free.
+        """
+        with faults(f"asking for the free space of {self.path}"):
+            disk = os.statvfs(self.path)
+        free = disk.f_bavail * disk.f_frsize
+        floor = min(max(FLOOR_BYTES[0], disk.f_blocks * disk.f_frsize // 100), FLOOR_BYTES[1])
+        if bytes_needed + floor > free:
+            raise NoSpace(
+                f"{bytes_needed} bytes are needed, and {floor} stay free, but {self.path} has {free}",
+                hint="free some space, with `zgstore gc` or otherwise, or use a store elsewhere",
+                needed_bytes=bytes_needed,
+                free_bytes=free,
+                floor_bytes=floor,
+            )
+        if disk.f_files and disk.f_favail == 0:
+            raise NoSpace(f"{self.path} has no inode left", hint="remove some files", needed_bytes=bytes_needed)
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def resolve(self, rev: str) -> Digest:
+        """The snapshot that a REV names: ref, then tag, then digest or unambiguous prefix; ``NAME@{N}``.
+
+        Raises:
+            NotFound: if nothing is named so; the hint has the nearest names.
+            Invalid: if a prefix fits several snapshots (named), or the digest is of something else.
+        """
+        named = self.refs.get(rev)
+        if named is not None:
+            return named
+        if match := _AT.fullmatch(rev):
+            return self.refs.at(match[1], int(match[2]))
+        prefix = digest_prefix(rev)
+        if prefix is None:
+            raise NotFound(f"there is no ref, tag or digest {rev!r}", hint=self.refs.nearest(rev), rev=rev)
+        found = [each for each in self._starting("meta", prefix) if self._may_be_snapshot(each)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(digest.hex[: max(16, len(prefix) + 4)] for digest in found[:10])
+            raise Invalid(f"{rev!r} fits {len(found)} snapshots: {names}", hint="give more digits", rev=rev)
+        others = [(family, each) for family in FAMILIES for each in self._starting(family, prefix)]
+        if others:
+            what = "blob" if others[0][0] == "objects" else "page or record"
+            raise Invalid(f"{rev!r} is a {what}, not a snapshot", hint=f"see what keeps it: `zgstore why {rev}`")
+        raise NotFound(f"there is no snapshot {rev!r}", hint=self.refs.nearest(rev), rev=rev)
+
+    def find(self, prefix: str) -> list[tuple[str, Digest]]:
+        """Every object, of either family, whose digest begins so (at least 6 digits), the trash included."""
+        digits = digest_prefix(prefix)
+        families = () if digits is None else FAMILIES
+        return [(family, each) for family in families for each in self._starting(family, digits or "")]
+
+    def _starting(self, family: str, prefix: str) -> list[Digest]:
+        found = set()
+        folders = [(family, prefix[:2]), *(("trash", epoch, family) for epoch in self.objects.epochs())]
+        for parts in folders:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), directory(self.path, *parts) as folder:
+                for name in listing(folder):
+                    stem = name.removesuffix(FAMILIES[family])
+                    if name.startswith(prefix) and stem + FAMILIES[family] == name:
+                        with contextlib.suppress(Invalid):
+                            found.add(Digest.parse(stem))
+        return sorted(found)
+
+    def _may_be_snapshot(self, digest: Digest) -> bool:
+        """Whether it hashes as a snapshot, or as nothing (a corrupt one is still the one that was meant)."""
+        try:
+            return self.objects.kind_of(digest) in {"snapshot", None}
+        except Missing:  # in the trash: that it is a snapshot shows when it is taken out
+            return True
+
+    def point(
+        self, name: str, kind: str, digest: Digest, *, expect: Digest | Expectation | None = ANY, force: bool = False,
+        record: Record | None = None,
+    ) -> None:  # fmt: skip
+        """Make a ref or tag name an existing snapshot: all of it is seen to be there, or taken out of the trash.
+
+        Args:
+            name: The ref's name.
+            kind: ``head`` or ``tag``; a tag moves only by ``force``.
+            digest: The snapshot.
+            expect: What the ref must name now; None if it must not exist.
+            force: Move a tag that names something else.
+            record: Who, when and why.
+
+        Raises:
+            Missing: naming what is not there; the ref stays.
+            Conflict: if it does not name what was expected.
+        """
+        with self.writing(f"set {name}"[:100]) as session:
+            told = session.put_meta("record", record.encode()) if record else None
+            with session.confirmed(digest):
+                session.sync()
+                if kind == "tag" and not force and expect is ANY:
+                    expect = digest if self.refs.get(name, kind) == digest else None
+                self.refs.move(name, kind, digest, expect=expect, record=told)
+
+    def hold(self, name: str, digest: Digest, reason: str = "") -> None:
+        """Keep an existing snapshot from gc until ``refs.unhold(name)``; the same check as ``point``.
+
+        Raises:
+            Missing: naming what is not there.
+            Conflict: if the name holds something else.
+        """
+        with self.writing(f"hold {name}"[:100]) as session, session.confirmed(digest):
+            session.sync()
+            self.refs.hold(name, digest, reason)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def snapshot(self, digest: Digest) -> Snapshot:
+        """A snapshot by its digest. Raises Missing, Corrupt."""
+        return Snapshot.decode(self.objects.read_meta(digest, "snapshot"))
+
+    def root(self, snapshot: Snapshot) -> RootPage:
+        """Its root page. Raises Missing, Corrupt."""
+        root = RootPage.decode(self.objects.read_meta(snapshot.root, "page"))
+        if len(root.column_bytes) != len(snapshot.columns):
+            raise _not_together(snapshot.root, "the root page has other columns than its snapshot")
+        return root
+
+    def leaf(self, digest: Digest) -> LeafPage:
+        """A leaf page by its digest. Raises Missing, Corrupt."""
+        return LeafPage.decode(self.objects.read_meta(digest, "page"))
+
+    def leaves(self, snapshot: Snapshot) -> Iterator[LeafPage]:
+        """Its leaf pages in order. Raises Missing, Corrupt."""
+        for digest in all_digests(self.root(snapshot).leaves):
+            leaf = self.leaf(digest)
+            if len(leaf.blobs) != len(snapshot.columns):
+                raise _not_together(digest, "a leaf page has other columns than its snapshot")
+            yield leaf
+
+    def shards(self, snapshot: Snapshot) -> Iterator[Shard]:
+        """Its shards in order. Raises Missing, Corrupt."""
+        for leaf in self.leaves(snapshot):
+            for at in range(len(leaf)):
+                yield leaf.shard(at)
+
+    def dropped(self, snapshot: Snapshot) -> Dropped:
+        """The rows that readers skip. Raises Missing, Corrupt."""
+        if snapshot.dropped is None:
+            return Dropped()
+        return Dropped.decode(self.objects.read_meta(snapshot.dropped, "page"))
+
+    def record(self, digest: Digest) -> Record:
+        """A record by its digest. Raises Missing, Corrupt."""
+        return Record.decode(self.objects.read_meta(digest, "record"))
+
+    def rows_root_of(self, snapshot: Snapshot) -> Digest | None:
+        """The root of its row pages; None where the pins name none."""
+        raw = snapshot.pins.data.get("digest")
+        return Digest(raw) if isinstance(raw, bytes) and len(raw) == DIGEST_BYTES else None
+
+    def record_of(self, snapshot: Digest) -> Record | None:
+        """The newest record about a snapshot: named by a reflog entry, else found among the metadata; None if none."""
+        found = []
+        for ref in self.refs.list():
+            for entry in self.refs.log(ref.name, ref.kind):
+                if entry.new == snapshot and entry.record is not None:
+                    with contextlib.suppress(Missing, Corrupt):
+                        found.append(self.record(entry.record))
+        if not found:
+            for raw in self.objects.names("meta"):
+                with contextlib.suppress(Missing, Corrupt):
+                    record = self.record(Digest(raw))
+                    if record.snapshot == snapshot:
+                        found.append(record)
+        return max(found, key=lambda record: record.time_seconds, default=None)
+
+    # -- writing and using -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def writing(self, purpose: str) -> Iterator[Session]:
+        """A writer's session: its lease is taken first and closed last."""
+        session = Session(self, purpose)
+        try:
+            yield session
+        finally:
+            session.close()
+
+    @contextlib.contextmanager
+    def using(self, digest: Digest, *, purpose: str = "read") -> Iterator[Lease | None]:
+        """A reader's lease on a snapshot: lease first, then resolve, then check presence.
+
+        Yields:
+            The lease; None where the store cannot be written, so that only the grace times protect the reader.
+        """
+        lease = self.leases.try_take(purpose)
+        try:
+            if lease is not None:
+                lease.add([digest])
+            if self.objects.stat(digest, "meta") is None:
+                raise self.objects.missing(digest, "meta")
+            yield lease
+        finally:
+            if lease is not None:
+                lease.close()
+
+    def stamp(self, verified: Sequence[tuple[Digest, str, Stat]]) -> None:
+        """Remember that these objects (digest, family, stamp from before they were read) were read and found right."""
+        now = self.now()
+        self.index.put_stamps([(digest.raw, Stamp(stat, now, family)) for digest, family, stat in verified])
+
+    # -- plans -----------------------------------------------------------------------------------------------------
+
+    def read_plan(self, rev: str | Digest, columns: Sequence[str] | None = None) -> ReadPlan:
+        """All that a reader opens files by; presence and stamps are looked up here.
+
+        Args:
+            rev: A snapshot.
+            columns: The columns wanted, in the order wanted; None for all that the store means to have.
+
+        Raises:
+            NotFound, Invalid: if there is no such snapshot or column.
+            Missing: naming the blobs that are not there.
+            Corrupt: if one has another size than its page says.
+            Partial: for a column that this store has no part of.
+        """
+        digest = rev if isinstance(rev, Digest) else self.resolve(rev)
+        snapshot = self.snapshot(digest)
+        expected = partials.expected(self.path, digest)
+        if columns is None:
+            columns = [each.name for each in snapshot.columns if expected is None or each.name in expected]
+        chosen = [snapshot.column(name) for name in columns]
+        rows: list[int] = []
+        blobs: list[list[Blob]] = [[] for _ in chosen]
+        for leaf in self.leaves(snapshot):
+            rows += all_u64(leaf.rows)
+            for mine, (place, _) in zip(blobs, chosen, strict=True):
+                mine.extend(map(Blob, all_digests(leaf.blobs[place]), all_u64(leaf.sizes[place])))
+        what = f"snapshot {digest.short}"
+        absent_columns = [] if expected is None else [each.name for _, each in chosen if each.name not in expected]
+        try:
+            return self._plan(
+                what, tuple(rows), [column for _, column in chosen], blobs, snapshot.constants,
+                snapshot=digest, data=self.rows_root_of(snapshot), masked=self.dropped(snapshot).masked,
+            )  # fmt: skip
+        except Missing as error:
+            if not absent_columns:
+                raise
+            raise Partial(
+                f"this store has only a part of {digest.short}, without {', '.join(absent_columns)}",
+                hint=f"fetch the rest from a store that has it: `zgstore copy {digest.short} --to {self.path}`",
+                columns=sorted(expected or ()),
+            ) from error
+
+    def build_plan(self, build: str, columns: Sequence[str] | None = None) -> tuple[ReadPlan, bool]:
+        """The same of a build that is still growing, as far as it is, and whether it is done.
+
+        Raises:
+            NotFound: if there is no such build.
+        """
+        grown = self.memos.build(build)
+        if grown is None:
+            raise NotFound(f"there is no build {build!r}", hint="it was published and collected: read its ref")
+        by_name = {column.name: at for at, column in enumerate(grown.columns)}
+        unknown = [name for name in columns or () if name not in by_name]
+        if unknown:
+            raise Invalid(f"the build has no column {unknown[0]!r}", hint=f"its columns are {', '.join(by_name)}")
+        places = [by_name[name] for name in (by_name if columns is None else columns)]
+        data = grown.head.get("data")
+        plan = self._plan(
+            f"build {build}",
+            tuple(shard.rows for shard in grown.shards),
+            [grown.columns[place] for place in places],
+            [[shard.blobs[place] for shard in grown.shards] for place in places],
+            [Constant.from_value(value) for value in grown.head.get("constants") or ()],
+            snapshot=grown.snapshot,
+            data=Digest(data) if isinstance(data, bytes) else None,
+            masked=(),
+            build=build,
+        )
+        return plan, grown.snapshot is not None
+
+    def _plan(
+        self, what: str, rows: tuple[int, ...], columns: Sequence[Column], blobs: Sequence[Sequence[Blob]],
+        constants: Sequence[Constant], *, snapshot: Digest | None, data: Digest | None, masked: tuple[int, ...],
+        build: str = "",
+    ) -> ReadPlan:  # fmt: skip
+        wanted = [*(blob for each in blobs for blob in each), *(Blob(each.blob, each.size) for each in constants)]
+        planned = iter(self._blob_plans(what, snapshot, wanted))
+        return ReadPlan(
+            objects=str(self.path / "objects"),
+            snapshot=str(snapshot) if snapshot else "",
+            data=str(data) if data else "",
+            shard_rows=rows,
+            masked=masked,
+            columns=tuple(
+                ColumnPlan(column, tuple(next(planned) for _ in each))
+                for column, each in zip(columns, blobs, strict=True)
+            ),
+            constants=tuple((each.name, each.dtype, each.shape, next(planned)) for each in constants),
+            build=build,
+        )
+
+    def _blob_plans(self, what: str, snapshot: Digest | None, blobs: Sequence[Blob]) -> list[BlobPlan]:
+        digests = [blob.digest for blob in blobs]
+        stats = self.objects.stats(digests, "objects")
+        absent = [digest for digest, stat in zip(digests, stats, strict=True) if stat is None]
+        if absent:
+            raise missing_parts(snapshot or absent[0], absent)
+        stamps, now = self.index.stamps([digest.raw for digest in digests]), self.now()
+        plans = []
+        for blob, stat, stamp in zip(blobs, stats, stamps, strict=True):
+            assert stat is not None
+            if stat.size != blob.size:
+                raise _wrong_size(self.objects.path(blob.digest, "objects"), blob, stat.size, what)
+            verified = stamp is not None and stamp.fits(stat, now)
+            plans.append(BlobPlan(blob.digest.hex, blob.size, stat, verified))
+        return plans
+
+
+@dataclass(frozen=True, slots=True)
+class _Trust:
+    """Whether a valid stamp vouches for a file that is already there."""
+
+    index: Index
+    root: Path
+
+    def __call__(self, digest: Digest, family: str, stat: Stat) -> bool:
+        (stamp,) = self.index.stamps([digest.raw])
+        return stamp is not None and stamp.kind == family and stamp.fits(stat, leases.clock(self.root))
+
+
+def _bad_config(root: Path, why: str) -> Corrupt:
+    return Corrupt(
+        f"{root / CONFIG} does not say what a store is: {why}",
+        hint='it must have format = 1, requires = [], id = "UUID" and policy = "private", "group" or "world-read"',
+        object=CONFIG,
+        expected="format, requires, id, policy",
+        actual=why,
+        path=str(root / CONFIG),
+    )
+
+
+def _not_together(page: Digest, why: str) -> Corrupt:
+    return Corrupt(
+        why,
+        hint="run `zgstore verify` to see what it hurts and what mends it",
+        object=str(page),
+        expected="a page of it",
+    )
+
+
+def _wrong_size(path: Path, blob: Blob, size: int, what: str) -> Corrupt:
+    return Corrupt(
+        f"{path} has {size} bytes, but {what} says {blob.size}",
+        hint="make it anew: `zgstore verify --repair --recipe RECIPE`, or `--from STORE`",
+        object=str(blob.digest),
+        expected=blob.size,
+        actual=size,
+        path=str(path),
+    )
