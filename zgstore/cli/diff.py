@@ -1,0 +1,109 @@
+"""``zgstore diff``: two snapshots compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from zgstore.cli.arguments import Rev
+from zgstore.cli.console import Answer, Block, Facts, Line, Rows
+from zgstore.cli.session import session_of
+from zgstore.cli.units import listing, short, size_text
+from zgstore.errors import Invalid
+from zgstore.upkeep import differ
+
+
+def diff(
+    ctx: typer.Context,
+    a: Rev,
+    b: Rev,
+    *,
+    values: Annotated[bool, typer.Option("--values", help="Compare the columns' values too.")] = False,
+    samples: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="With --values: this many rows, spread evenly.", show_default=False),
+    ] = None,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit by 1 if they differ.")] = False,
+) -> Answer:
+    """Compare them."""
+    if samples is not None and not values:
+        raise Invalid("--samples says how many rows' values to compare", hint="add --values")
+    if samples is not None and samples < 1:
+        raise Invalid(f"{samples} rows are none", hint="give --samples at least 1")
+    session = session_of(ctx)
+    store = session.store()
+    digests = session.resolve(store, a), session.resolve(store, b)
+    with session.progress("comparing") as progress:
+        found = differ.diff(store, *digests, values=values, samples=samples, progress=progress.add)
+    return Answer(found.as_json(), _view, exit_code=int(exit_code and not found.same))
+
+
+def _view(value: dict[str, Any]) -> Iterator[Block]:
+    a, b = short(value["a"]), short(value["b"])
+    if value["same"]:
+        yield Line(f"the same snapshot: {a}")
+    else:
+        yield Facts([("a", a), ("b", b), ("why", value["cause"])])
+    for title, changes in (("pins", value["pins"]), ("head", value["head"])):
+        if changes:
+            yield Line("")
+            yield Rows(
+                (title.upper(), "A", "B"),
+                [(change["field"], _cell(change["a"]), _cell(change["b"])) for change in changes],
+                shrink=(1, 2, 0),
+            )
+    yield Line("")
+    yield Rows(
+        ("", "ADDED", "REMOVED", "CHANGED", "SAME"),
+        [
+            (name, *(_count(value[name][kind]) for kind in ("added", "removed", "changed", "same")))
+            for name in ("columns", "constants", "shards")
+        ],
+        right=(1, 2, 3, 4),
+    )
+    for kind in ("added", "removed", "changed"):
+        if names := value["columns"][kind]:
+            yield Line(f"{kind}: {listing(names)}")
+    sizes = value["bytes"]
+    yield Line("")
+    yield Facts([(name, size_text(sizes[key])) for name, key in _SIZES])
+    yield from _view_values(value)
+
+
+_SIZES = (("shared", "shared"), ("only in a", "only_a"), ("only in b", "only_b"))
+
+
+def _view_values(value: dict[str, Any]) -> Iterator[Block]:
+    if "values" not in value:
+        return
+    yield Line("")
+    yield Rows(
+        ("COLUMN", "MAX ABS", "MEAN ABS", "REL L2", "COS MIN", "COS MEAN", "FIRST"),
+        [
+            (
+                name, *(_number(found[key]) for key in ("max_abs", "mean_abs", "rel_l2", "cos_min", "cos_mean")),
+                "none" if found["first_row"] is None else found["first_row"],
+            )
+            for name, found in value["values"].items()
+        ],
+        right=(1, 2, 3, 4, 5, 6),
+    )  # fmt: skip
+    for name, reason in value["skipped"].items():
+        yield Line(f"{name} was not compared: {reason}")
+
+
+def _count(found: Any) -> int:
+    return found if isinstance(found, int) else len(found)
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "none"
+    text = str(value)
+    return short(text) if text.startswith("blake3:") else text

@@ -1,0 +1,488 @@
+"""The application: the table of commands, the options of all of them, and the door every error leaves by."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, Final, NoReturn
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from zgstore.cli.console import Answer, Screen, error_value, print_error
+from zgstore.cli.units import parse_duration, printable
+from zgstore.errors import Busy, Interrupted, Invalid, NoSpace, Transient, ZgError
+
+# The classes of click, which some versions of typer carry inside themselves.
+_USAGE_ERROR: Final[type[Exception]] = typer.BadParameter.__mro__[1]
+_SOME_SPACE_SHORT: Final = (errno.ENOSPC, errno.EDQUOT)
+_RETRY_SECONDS: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One command.
+
+    Args:
+        name: What is typed.
+        panel: The group it is shown in.
+        target: Module of this folder and its function, imported when the command is run.
+        sentence: What it does.
+        examples: Lines shown under its help.
+    """
+
+    name: str
+    panel: str
+    target: str
+    sentence: str
+    examples: tuple[str, ...] = ()
+
+
+START, LOOK, KEEP, CARRY, TEND = "Start", "Look", "Keep", "Carry", "Tend"
+
+COMMANDS: Final = (
+    Entry(
+        "init", START, "init:init", "Make a store; one that is there stays as it is.",
+        ("zgstore init", "zgstore init /data/cache --policy group", "zgstore init --example chat"),
+    ),
+    Entry(
+        "points", START, "points:points", "List the hook points that a recipe's teacher offers.",
+        ("zgstore points cache.toml",),
+    ),
+    Entry(
+        "estimate", START, "estimate:estimate", "Say how many samples and bytes a build would store.",
+        ("zgstore estimate cache.toml",),
+    ),
+    Entry(
+        "build", START, "build:build", "Run the teacher where something is missing; publish.",
+        (
+            "zgstore build cache.toml --ref main",
+            "zgstore build cache.toml --explain --dry-run",
+            "zgstore build cache.toml --worker 0/4",
+        ),
+    ),
+    Entry("ls", LOOK, "ls:ls", "List refs and tags."),
+    Entry(
+        "show", LOOK, "show:show", "Show a snapshot's pins, columns and statistics.",
+        ("zgstore show main", "zgstore show main@{1}", "zgstore show main --decode 7 --recipe cache.toml"),
+    ),
+    Entry("log", LOOK, "log:log", "Show where a ref pointed, and who moved it."),
+    Entry(
+        "diff", LOOK, "diff:diff", "Compare two snapshots: pins, columns, shards, values.",
+        ("zgstore diff main@{1} main", "zgstore diff a b --values --samples 64", "zgstore diff a b --exit-code -q"),
+    ),
+    Entry("du", LOOK, "du:du", "Show the bytes of each name, own and shared."),
+    Entry("why", LOOK, "why:why", "Show what keeps an object.", ("zgstore why 3f9a61c2b07d",)),
+    Entry(
+        "tag", KEEP, "tag:tag", "Give a snapshot a name that does not move.",
+        ("zgstore tag v1 main", "zgstore tag v1 main --force", "zgstore tag rm v1"),
+    ),
+    Entry("tag rm", KEEP, "tag:remove", "Remove a tag."),
+    Entry(
+        "ref set", KEEP, "ref:point", "Point a ref at a snapshot.",
+        ("zgstore ref set main main@{1}", "zgstore ref set main v2 --expect v1"),
+    ),
+    Entry("ref rm", KEEP, "ref:remove", "Forget a ref and its reflog."),
+    Entry(
+        "lock", KEEP, "lock:lock", "Write a snapshot into zgstore.lock and hold it.",
+        ("zgstore lock main", "zgstore lock teacher main@{1}"),
+    ),
+    Entry(
+        "hold", KEEP, "hold:hold", "Keep a snapshot from gc for good.",
+        ('zgstore hold paper main --reason "table 3"',),
+    ),
+    Entry("unhold", KEEP, "hold:unhold", "Let a held snapshot go."),
+    Entry(
+        "lease run", KEEP, "lease:run", "Keep a snapshot from gc while a command runs.",
+        ("zgstore lease run main -- python train.py",),
+    ),
+    Entry("lease ls", KEEP, "lease:ls", "List who is using the store."),
+    Entry(
+        "copy", CARRY, "copy:copy", "Carry a snapshot to another store.",
+        ("zgstore copy main --to /mnt/other", "zgstore copy main --to /mnt/other --columns model.norm:in,labels"),
+    ),
+    Entry(
+        "export", CARRY, "export:export", "Write plain safetensors that need no zgstore.",
+        ("zgstore export main out/",),
+    ),
+    Entry("import zerograph", CARRY, "imports:zerograph", "Bring in a zerograph cache, its digests checked."),
+    Entry("import safetensors", CARRY, "imports:safetensors", "Bring in a folder of safetensors files."),
+    Entry(
+        "verify", TEND, "verify:verify", "Check that every byte is what its name says.",
+        (
+            "zgstore verify",
+            "zgstore verify main --quick",
+            "zgstore verify --part 3/20",
+            "zgstore verify main --repair --recipe cache.toml",
+        ),
+    ),
+    Entry(
+        "gc", TEND, "gc:gc", "Delete what nothing needs any more, in two phases.",
+        ("zgstore gc --dry-run", "zgstore gc", "zgstore gc --now"),
+    ),
+    Entry("reindex", TEND, "reindex:reindex", "Rebuild the index."),
+)  # fmt: skip
+
+_TABLE: Final = {entry.name: entry for entry in COMMANDS}
+_FLAGS: Final = ("--json", "--quiet", "-q", "--debug")
+_VALUED: Final = ("--store", "--wait")
+
+
+class Table(TyperGroup):
+    """The commands whose names begin with ``prefix``; each one's module is imported when it is run."""
+
+    prefix = ""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        names = [name.removeprefix(self.prefix) for name in _TABLE if name.startswith(self.prefix)]
+        if ctx.resilient_parsing:  # completion goes word by word
+            return list(dict.fromkeys(name.partition(" ")[0] for name in names))
+        return names
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        """What help and completion show of a command; nothing is imported for it."""
+        entry = _TABLE.get(self.prefix + cmd_name)
+        if entry is not None:
+            return TyperCommand(cmd_name, help=entry.sentence, rich_help_panel=entry.panel)
+        return self._subtable(cmd_name)
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
+        words = 2 if len(args) > 1 and " ".join(args[:2]) in _TABLE and args[0] in _TABLE else 1
+        name = " ".join(args[:words])
+        if entry := _TABLE.get(self.prefix + name):
+            return name, _load(entry), args[words:]
+        if table := self._subtable(name):
+            return name, table, args[1:]
+        return super().resolve_command(ctx, args)
+
+    def _subtable(self, name: str) -> Table | None:
+        prefix = f"{self.prefix}{name} "
+        children = [entry for entry in COMMANDS if entry.name.startswith(prefix)]
+        if not children:
+            return None
+        table = Table(name=name, help=f"One of: {', '.join(entry.name for entry in children)}.", no_args_is_help=True)
+        table.prefix = prefix
+        table.rich_help_panel = children[0].panel
+        table.commands = {entry.name.removeprefix(prefix): TyperCommand(entry.name) for entry in children}
+        return table
+
+
+app = typer.Typer(
+    name="zgstore",
+    cls=Table,
+    help="Git for caches of a teacher's hidden states: snapshots with identity, versions, integrity and sharing.",
+    epilog="REV is a ref, a tag, a digest or a prefix of one, NAME@{N}, or lock:NAME.",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(value: bool) -> None:  # noqa: FBT001 - what an option's callback is given
+    if value:
+        typer.echo(f"zgstore {version('zgstore')}")
+        raise typer.Exit
+
+
+@app.callback()
+def everywhere(
+    ctx: typer.Context,
+    *,
+    store: Annotated[
+        str | None,
+        typer.Option(help="The store; else $ZGSTORE_DIR, else the nearest .zgstore upward.", metavar="PATH"),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print one JSON object, also when it fails.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Print nothing but errors.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", metavar="", help="Print tracebacks.")] = False,
+    wait: Annotated[
+        str | None, typer.Option(help="Wait that long for a busy store: 30s, 10m, 2h.", metavar="DUR")
+    ] = None,
+    version: Annotated[  # noqa: ARG001 - its callback has printed it
+        bool, typer.Option("--version", metavar="", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Read the options of every command into the session."""
+    from zgstore.cli.session import Options, Session  # noqa: PLC0415 - a command's help needs no store
+
+    options = Options(
+        store=Path(store) if store else None,
+        json=json,
+        quiet=quiet,
+        debug=debug,
+        wait_seconds=parse_duration(wait) if wait else 0.0,
+    )
+    ctx.obj = Session(options, ctx.obj)
+
+
+def run() -> NoReturn:
+    """The ``zgstore`` command."""
+    code = main(sys.argv[1:], Screen())
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        _die_of_the_pipe()
+    sys.exit(code)
+
+
+def main(arguments: Sequence[str], screen: Screen) -> int:
+    """Run one command.
+
+    Args:
+        arguments: What was typed after ``zgstore``.
+        screen: Where the answer goes.
+
+    Returns:
+        The exit code.
+    """
+    options, words = hoist(arguments)
+    as_json = "--json" in options
+    try:
+        return _answer(options, words, screen)
+    except (BrokenPipeError, SystemExit):  # typer leaves by SystemExit where the reader of its help has gone
+        _die_of_the_pipe()
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the door: whatever it is leaves as one of ours
+        if "--debug" in options:
+            traceback.print_exc()
+        fault = explain(error)
+    try:
+        if as_json:
+            screen.write_json({"ok": False, "error": error_value(fault)})
+        else:
+            print_error(fault)
+    except BrokenPipeError:
+        _die_of_the_pipe()
+    return fault.exit_code
+
+
+def _answer(options: Sequence[str], words: Sequence[str], screen: Screen) -> int:
+    """Run the command and print what it found."""
+    as_json = "--json" in options
+    if not words:
+        if as_json:
+            raise Invalid("no command was given", hint="run `zgstore --help` to see them")
+        _group().main(["--help"], prog_name="zgstore", standalone_mode=False)
+        return Invalid.exit_code
+    answer = _group().main([*options, *words], prog_name="zgstore", standalone_mode=False, obj=screen)
+    if answer == Interrupted.exit_code:  # what typer makes of a signal before the command began
+        raise KeyboardInterrupt
+    if not isinstance(answer, Answer):  # help and completion print by themselves
+        return answer if isinstance(answer, int) else 0
+    screen.answer(answer, as_json=as_json, quiet="--quiet" in options or "-q" in options)
+    if answer.error is None:
+        return answer.exit_code
+    if not as_json:
+        print_error(answer.error)
+    return answer.error.exit_code
+
+
+def hoist(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part what was typed into the options of every command, wherever they stood, and the rest.
+
+    Nothing after ``--`` is looked at: it is another program's.
+    """
+    options: list[str] = []
+    words: list[str] = []
+    at = 0
+    while at < len(arguments):
+        word = arguments[at]
+        if word == "--":
+            words += arguments[at:]
+            break
+        if word in _FLAGS or word.startswith(tuple(f"{name}=" for name in _VALUED)):
+            options.append(word)
+        elif word in _VALUED and at + 1 < len(arguments):
+            options += arguments[at : at + 2]
+            at += 1
+        else:
+            words.append(word)
+        at += 1
+    return options, words
+
+
+def explain(error: BaseException) -> ZgError:
+    """Any exception as one of ours: what it is called, the exit code, and what to do about it."""
+    if isinstance(error, ZgError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        from zgstore.cli.session import interrupted  # noqa: PLC0415
+
+        return interrupted()
+    if isinstance(error, _USAGE_ERROR | typer.Abort):
+        return _explain_usage(error)
+    if isinstance(error, OSError) and not _is_theirs(error):
+        return _explain_system(error)
+    return _explain_unknown(error)
+
+
+def _explain_usage(error: BaseException) -> Invalid:
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "zgstore"
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return Invalid(f"`{command}` needs one more word", hint=f"run `{command} --help` to see which")
+    message = error.format_message() if hasattr(error, "format_message") else str(error) or "aborted"
+    message = message[:1].lower() + message[1:].rstrip(".")
+    return Invalid(message, hint=f"run `{command} --help` to see what it takes")
+
+
+def _explain_system(error: OSError) -> ZgError:
+    where = f"{error.filename}: " if error.filename else ""
+    message = f"{where}{error.strerror or error}"
+    if error.errno in _SOME_SPACE_SHORT:
+        return NoSpace(message, hint="run `zgstore gc`, or free some space, then run this again")
+    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        return Transient(message, hint="see who owns it; `zgstore init --policy group` makes stores that are shared")
+    return Transient(message, hint="run it again; --debug shows where it happened")
+
+
+def _explain_unknown(error: BaseException) -> ZgError:
+    """An exception nobody foresaw: a recipe's own code, or a fault of ours; say which and where."""
+    if isinstance(error, MemoryError):
+        return Transient("memory ran out", hint="close other programs, or use smaller batches")
+    hint = "run it again with --debug to see the traceback"
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, SystemExit):
+        what, hint = f"exit({error.code})", "let it return or raise instead of ending the program"
+    frame = _guilty_frame(error)
+    where = f"{frame.filename}:{frame.lineno}" if frame else "an unknown place"
+    if factory := _factory_of(error):
+        return Invalid(f"{factory} raised {what} ({where})", hint=hint, factory=factory)
+    if frame is not None and _is_own(frame.filename):
+        return Invalid(f"zgstore failed by {what} ({where})", hint=f"{hint}, and report it")
+    return Invalid(f"{frame.name if frame else 'something'} raised {what} ({where})", hint=hint)
+
+
+def _is_theirs(error: BaseException) -> bool:
+    frame = _guilty_frame(error)
+    return _factory_of(error) is not None or (frame is not None and not _is_own(frame.filename))
+
+
+def _factory_of(error: BaseException) -> str | None:
+    """The recipe's function that the exception came out of, as the recipe names it."""
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == "zgstore.building.recipe":
+            owner = frame.f_locals.get("self")
+            found = getattr(owner, "text", None) or getattr(getattr(owner, "factory", None), "text", None) or found
+    return found
+
+
+def _guilty_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The deepest frame of code that is neither ours nor installed; where there is none, the deepest of ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not _is_own(frame.filename) and not _is_installed(frame.filename)]
+    ours = [frame for frame in frames if _is_own(frame.filename)]
+    return theirs[-1] if theirs else ours[-1] if ours else None
+
+
+def _is_own(filename: str) -> bool:
+    return Path(filename).is_relative_to(Path(__file__).parents[1])
+
+
+def _is_installed(filename: str) -> bool:
+    return (
+        filename.startswith("<")
+        or Path(filename).is_relative_to(sys.prefix)
+        or Path(filename).is_relative_to(Path(os.__file__).parent)
+    )
+
+
+def _die_of_the_pipe() -> NoReturn:
+    """End as any filter does whose reader has gone: quietly, by SIGPIPE."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGPIPE)
+    os._exit(128 + signal.SIGPIPE)
+
+
+def _group() -> Any:
+    group: Any = typer.main.get_command(app)
+    group.commands = {entry.name.partition(" ")[0]: None for entry in COMMANDS}  # what a misspelt one is near to
+    _read_plainly(group)
+    return group
+
+
+def _load(entry: Entry) -> Any:
+    """Import a command and make it one of typer's."""
+    module, _, function = entry.target.partition(":")
+    command_app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    command_app.command(
+        entry.name,
+        help=entry.sentence,
+        epilog="\n\n".join(("[bold]Examples[/bold]", *(line.replace("[", r"\[") for line in entry.examples)))
+        if entry.examples
+        else None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+    )(_answering(getattr(importlib.import_module(f"zgstore.cli.{module}"), function)))
+    command = typer.main.get_command(command_app)
+    for option in _group().params:
+        if option.name in ("store", "json", "quiet", "debug", "wait"):
+            option.expose_value = False  # read already: `hoist` took it out; it stands here for the help alone
+            option.rich_help_panel = "Everywhere"
+            command.params.append(option)
+    _read_plainly(command)
+    return command
+
+
+def _answering(function: Callable[..., Answer]) -> Callable[..., Answer]:
+    """The command function with its output kept apart, signals heeded, and patience with a busy store."""
+
+    @functools.wraps(function)
+    def answer(**kwargs: Any) -> Answer:
+        from zgstore.cli.session import session_of  # noqa: PLC0415
+
+        session = session_of(kwargs["ctx"])
+        session.screen.divert()
+        deadline = time.monotonic() + session.options.wait_seconds
+        with session.signals():
+            while True:
+                try:
+                    return function(**kwargs)
+                except Busy:
+                    if time.monotonic() + _RETRY_SECONDS > deadline:
+                        raise
+                    time.sleep(_RETRY_SECONDS)
+                except (ZgError, typer.Exit, typer.Abort, _USAGE_ERROR):
+                    raise
+                except BaseException as error:  # the door: whatever it is leaves as one of ours
+                    raise explain(error) from error
+
+    return answer
+
+
+class _Plain:
+    """Reads text as text and digits as a number, without the 90 ms that a validation library takes to start."""
+
+    def __init__(self, number: bool) -> None:  # noqa: FBT001
+        self._number = number
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        if value is None:
+            return () if param.multiple or param.nargs == -1 else None
+        if not self._number or isinstance(value, int):
+            return value
+        try:
+            return int(value)
+        except ValueError as error:
+            raise typer.BadParameter(f"{printable(value)!r} is not a whole number", ctx=ctx, param=param) from error
+
+
+def _read_plainly(command: Any) -> None:
+    """Give parameters that are text, numbers or flags the plain reading; where typer has no such place, nothing."""
+    for param in command.params:
+        descriptor = getattr(param, "type_descriptor", None)
+        annotation = getattr(descriptor, "annotation", None)
+        if hasattr(param, "_runtime_param") and annotation in (str, int, bool, list[str]):
+            param._runtime_param = _Plain(annotation is int)  # noqa: SLF001 - measured: 90 of 200 ms
