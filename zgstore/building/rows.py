@@ -5,10 +5,12 @@ Shapes: B rows of a batch, T positions, S = the sum of the rows' lengths, D what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from zgstore.format.tensorfile import as_bytes, dtype_name
 ID: Final = "id"
 LABELS: Final = "labels"
 IGNORED_LABEL: Final = -100
-_JOIN_BYTES: Final = 1 << 16  # a row smaller than this is joined before it is hashed: fewer calls beat fewer copies
+_JOIN_BYTES: Final = 1 << 16
 
 Batch = Mapping[str, Any]
 
@@ -162,30 +164,35 @@ def lengths_of(batch: Batch, rule: str) -> tuple[Tensor, Tensor]:
     """
     if rule not in batch:
         raise Invalid(f"the batch has no {rule!r} to take lengths from", hint=f"it has {', '.join(sorted(batch))}")
-    mask = batch[rule].detach().cpu()
-    if mask.dim() == 1 and mask.dtype != torch.bool and not mask.is_floating_point():
-        lengths = mask.to(torch.int64)
-        _refuse_row(lengths < 1, rule, "has no position", "leave empty rows out")
+    tensor = batch[rule].detach().cpu()
+    if tensor.dim() == 1 and tensor.dtype != torch.bool and not tensor.is_floating_point():
+        lengths = tensor.to(torch.int64)
+        _refuse_row((lengths < 1).numpy(), rule, "has no position", "leave empty rows out")
         return lengths, torch.zeros_like(lengths)
-    if mask.dim() != 2:
+    if tensor.dim() != 2:
         raise Invalid(
-            f"{rule!r} has the shape {list(mask.shape)}, from which no lengths can be taken",
+            f"{rule!r} has the shape {list(tensor.shape)}, from which no lengths can be taken",
             hint="give a mask [rows, positions] of zeros and ones, or integer lengths [rows]",
         )
+    # In numpy: a batch is small, and this is done for every batch of every build.
+    mask = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    rows, positions = mask.shape
     ones = mask != 0
-    _refuse_row((mask.to(torch.float64) != ones).any(1), rule, "holds other numbers than 0 and 1", "give 0 or 1")
-    lengths = ones.sum(1)
-    _refuse_row(lengths == 0, rule, "is all zeros", "leave empty rows out")
-    starts = ones.to(torch.uint8).argmax(1)
-    positions = torch.arange(mask.shape[1]).unsqueeze(0)
-    run = (positions >= starts.unsqueeze(1)) & (positions < (starts + lengths).unsqueeze(1))
+    _refuse_row((mask != ones).any(1), rule, "holds other numbers than 0 and 1", "give 0 or 1")
+    counts = ones.sum(1)
+    _refuse_row(counts == 0, rule, "is all zeros", "leave empty rows out")
+    if int(counts.sum()) == rows * positions:
+        return torch.from_numpy(counts), torch.zeros(rows, dtype=torch.int64)
+    starts = ones.argmax(1)
+    at = np.arange(positions)
+    run = (at >= starts[:, None]) & (at < (starts + counts)[:, None])
     _refuse_row((run != ones).any(1), rule, "is not one run of ones", "pad on the left or the right only")
-    return lengths, starts
+    return torch.from_numpy(counts), torch.from_numpy(starts)
 
 
-def _refuse_row(bad: Tensor, rule: str, fault: str, hint: str) -> None:
-    if bool(bad.any()):
-        row = int(bad.to(torch.uint8).argmax())
+def _refuse_row(bad: np.ndarray[tuple[int, ...], np.dtype[Any]], rule: str, fault: str, hint: str) -> None:
+    if bad.any():
+        row = int(bad.argmax())
         raise Invalid(f"row {row} of {rule!r} {fault}", hint=hint, row=row)
 
 
@@ -217,13 +224,17 @@ def pieces_of(tensor: Tensor, lengths: Tensor, starts: Tensor, *, what: str = "t
         Invalid: if the tensor has too few rows or positions.
     """
     longest = int((starts + lengths).max()) if len(lengths) else 0
-    if tensor.dim() < 2 or len(tensor) != len(lengths) or tensor.shape[1] < longest:
+    _check_positions(tensor, len(lengths), longest, what=what)
+    return [tensor[row, s : s + n] for row, (s, n) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True))]
+
+
+def _check_positions(tensor: Tensor, rows: int, longest: int, *, what: str) -> None:
+    if tensor.dim() < 2 or len(tensor) != rows or tensor.shape[1] < longest:
         raise Invalid(
-            f"{what} has the shape {list(tensor.shape)}, where {len(lengths)} rows of up to {longest} positions were "
+            f"{what} has the shape {list(tensor.shape)}, where {rows} rows of up to {longest} positions were "
             "expected: lengths must agree",
             hint="give every sequence column the axes [rows, positions], or leave it out of `sequence`",
         )
-    return [tensor[row, s : s + n] for row, (s, n) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True))]
 
 
 def ids_of(batch: Batch, *, first: int = 0) -> Tensor:
@@ -276,57 +287,38 @@ def row_digests(
     """
     rows = check_batch(batch, constants=constants)
     keys = sorted(key for key in batch if key != ID and key not in constants)
-    ragged: set[str] = set()
     runs: list[tuple[int, int]] = []
+    ragged: set[str] = set()
     if lengths is not None:
         counts, starts = lengths_of(batch, lengths)
         runs = list(zip(starts.tolist(), counts.tolist(), strict=True))
+        longest = max(start + count for start, count in runs)
         ragged = {key for key in keys if key in sequence or (key == lengths and batch[key].dim() == 2)}
         for key in ragged:
-            pieces_of(batch[key], counts, starts, what=f"the batch's {key!r}")
-    parts = [_Part.of(key, batch[key], rows=rows, ragged=key in ragged) for key in keys]
-    result = []
-    for row in range(rows):
-        chunks: list[bytes | memoryview] = []
-        for part in parts:
-            chunks += part.ragged(row, *runs[row]) if part.is_ragged else part.dense(row)
-        if sum(map(len, chunks)) < _JOIN_BYTES:
-            chunks = [b"".join(chunks)]
-        result.append(digest_of("row", *chunks))
-    return result
-
-
-@dataclass(slots=True)
-class _Part:
-    """One entry of a batch, ready to be hashed row by row."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]  # of one sample
-    data: memoryview
-    row_bytes: int
-    is_ragged: bool
-    heads: dict[int, bytes]  # by length; −1 for dense
-
-    @classmethod
-    def of(cls, key: str, tensor: Tensor, *, rows: int, ragged: bool) -> _Part:
+            _check_positions(batch[key], rows, longest, what=f"the batch's {key!r}")
+    chunks: list[list[bytes | memoryview]] = [[] for _ in range(rows)]
+    for key in keys:
+        tensor = batch[key]
         data = as_bytes(tensor, what=f"the batch's {key!r}")
-        part = cls(key, dtype_name(tensor), tuple(tensor.shape[1:]), data, len(data) // rows, ragged, {})
-        part.heads[-1] = _head(key, part.dtype, part.shape)
-        return part
+        dtype, shape = dtype_name(tensor), tuple(tensor.shape[1:])
+        width = len(data) // rows
+        if key not in ragged:
+            head = _head(key, dtype, shape)
+            for row, chunk in enumerate(chunks):
+                chunk.extend((head, data[row * width : (row + 1) * width]))
+            continue
+        heads = {count: _head(key, dtype, (count, *shape[1:])) for count in {count for _, count in runs}}
+        step = width // shape[0]
+        for row, (chunk, (start, count)) in enumerate(zip(chunks, runs, strict=True)):
+            at = row * width + start * step
+            chunk.extend((heads[count], data[at : at + count * step]))
+    # A small row is joined before it is hashed: fewer calls beat fewer copies.
+    large = sum(map(len, chunks[0])) >= _JOIN_BYTES
+    return [digest_of("row", *chunk) if large else digest_of("row", b"".join(chunk)) for chunk in chunks]
 
-    def dense(self, row: int) -> tuple[bytes, memoryview]:
-        return self.heads[-1], self.data[row * self.row_bytes : (row + 1) * self.row_bytes]
 
-    def ragged(self, row: int, start: int, length: int) -> tuple[bytes, memoryview]:
-        if length not in self.heads:
-            self.heads[length] = _head(self.key, self.dtype, (length, *self.shape[1:]))
-        step = self.row_bytes // self.shape[0]
-        at = row * self.row_bytes + start * step
-        return self.heads[length], self.data[at : at + length * step]
-
-
-def _head(key: str, dtype: str, shape: Iterable[int]) -> bytes:
+@lru_cache(maxsize=4096)
+def _head(key: str, dtype: str, shape: tuple[int, ...]) -> bytes:
     """Key, dtype and shape so that no two can be written alike: the key's length first, then text without it."""
     name = key.encode()
     return len(name).to_bytes(8, "little") + name + f"{dtype}[{','.join(map(str, shape))}]".encode()
@@ -346,7 +338,7 @@ def batch_digest(batch: Batch, *, ids: bool = False) -> Digest:
             if not ids:
                 continue
             value = ids_of(batch)
-        chunks += [_head(key, dtype_name(value), value.shape), as_bytes(value)]
+        chunks += [_head(key, dtype_name(value), tuple(value.shape)), as_bytes(value)]
     return digest_of("batch", *chunks)
 
 

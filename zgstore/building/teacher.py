@@ -28,6 +28,7 @@ from zgstore.format.tensorfile import as_bytes, dtype_name
 _CIRCUMSTANCE: Final = frozenset({"transformers_version", "dtype", "torch_dtype", "name_or_path"})
 _SCALARS: Final = (int, float, bool, str, type(None))
 _MANY_THREADS_BYTES: Final = 1 << 20
+_BETWEEN: Final = "\x1f"  # class, extra_repr and attributes of a module's description: no text of theirs holds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class Measured:
     Args:
         weights: State dict entry → digest of its dtype, shape and bytes.
         buffers: Non-persistent buffer → the same.
-        modules: Path → class, ``extra_repr`` and public scalar attributes, as text. The root's path is empty.
+        modules: Path → class, ``extra_repr`` and public scalar attributes, as text. The root's path is
+            empty.
         config: Dotted key → JSON of its value.
     """
 
@@ -170,8 +172,8 @@ def _described(root: nn.Module) -> Iterator[tuple[str, str]]:
             and not (rolling and name.endswith("max_seq_len_cached"))
         }
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        text = "; ".join(f"{name} = {attributes[name]!r}" for name in sorted(attributes))
-        yield path, f"{kind}({module.extra_repr()}) {text}".replace("\0", "")
+        said = [kind, module.extra_repr(), *(f"{name} = {attributes[name]!r}" for name in sorted(attributes))]
+        yield path, _BETWEEN.join(said).replace("\0", "")
 
 
 def _configurations(root: nn.Module) -> Iterator[tuple[str, str]]:
@@ -244,8 +246,7 @@ def _change(before: str | None, after: str | None) -> str:
     """The parts of a module's description that changed."""
     if before is None or after is None:
         return "added" if before is None else "removed"
-    (head_a, _, rest_a), (head_b, _, rest_b) = before.partition(") "), after.partition(") ")
-    mine, theirs = [head_a, *rest_a.split("; ")], [head_b, *rest_b.split("; ")]
+    mine, theirs = before.split(_BETWEEN), after.split(_BETWEEN)
     gone, come = [each for each in mine if each not in theirs], [each for each in theirs if each not in mine]
     return f"{', '.join(gone) or 'absent'} → {', '.join(come) or 'absent'}"
 

@@ -65,10 +65,14 @@ def dtype_name(tensor: Tensor, *, what: str = "the tensor") -> str:
     Raises:
         Invalid: for what a blob cannot hold: sparse, quantised, nested, complex and meta tensors, and other dtypes.
     """
+    name = NAME_OF.get(tensor.dtype)
+    strided = tensor.layout is torch.strided
+    if name is not None and strided and tensor.is_cpu and type(tensor) is Tensor and not tensor.is_nested:
+        return name
     fault = None
     if tensor.is_meta or type(tensor).__name__ == "FakeTensor":
         fault = "a meta tensor: it has no values"
-    elif tensor.layout is not torch.strided:
+    elif not strided:
         fault = f"a sparse tensor ({tensor.layout})"
     elif tensor.is_quantized:
         fault = f"a quantised tensor ({tensor.dtype})"
@@ -76,14 +80,14 @@ def dtype_name(tensor: Tensor, *, what: str = "the tensor") -> str:
         fault = "a nested tensor"
     elif tensor.is_complex():
         fault = f"a complex tensor ({tensor.dtype})"
-    elif tensor.dtype not in NAME_OF:
+    elif name is None:
         fault = f"a tensor of {tensor.dtype}"
-    if fault:
+    if fault or name is None:
         raise Invalid(
             f"{what} is {fault}, which a blob cannot hold",
             hint="give a dense tensor of a real dtype: `.to_dense()`, `.dequantize()` or `torch.view_as_real` make one",
         )
-    return NAME_OF[tensor.dtype]
+    return name
 
 
 def as_bytes(tensor: Tensor, *, what: str = "the tensor") -> memoryview:
@@ -95,8 +99,10 @@ def as_bytes(tensor: Tensor, *, what: str = "the tensor") -> memoryview:
         Invalid: for what a blob cannot hold, see `dtype_name`.
     """
     dtype_name(tensor, what=what)
-    flat = tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)
-    array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
+    tensor = tensor.detach()
+    if tensor.is_neg() or not tensor.is_cpu or not tensor.is_contiguous():
+        tensor = tensor.resolve_neg().cpu().contiguous()
+    array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = tensor.view(-1).view(torch.uint8).numpy()
     return array.data
 
 
@@ -184,8 +190,11 @@ def _encode_chunk(x: Tensor, data: Tensor, scale: Tensor, what: str) -> float:
     # A quotient of a 16-bit float and an fp16 number is never so near a tie that fp32 would round it onto one.
     work = torch.float32 if x.dtype in _EXACT_IN_FP32 else torch.float64
     rows, channels = x.shape
-    grouped = torch.nn.functional.pad(x.to(work), (0, -channels % GROUP)).view(rows, -1, GROUP)
-    largest = grouped.abs().amax(-1).to(torch.float64)
+    values = x.to(work)
+    if channels % GROUP:
+        values = torch.nn.functional.pad(values, (0, -channels % GROUP))
+    values = values.view(rows, -1, GROUP)
+    largest = values.abs().amax(-1).to(torch.float64)
     finite = torch.isfinite(largest)
     s = _scale_of(largest)
     if bool((torch.isinf(s) & finite).any()):
@@ -194,13 +203,15 @@ def _encode_chunk(x: Tensor, data: Tensor, scale: Tensor, what: str) -> float:
             "whose scale leaves the range of fp16",
             hint='use codec = "raw" for this column',
         )
-    s = torch.where(finite, s, torch.full_like(s, torch.nan))
+    if not bool(finite.all()):
+        values = torch.where(finite.unsqueeze(-1), values, torch.zeros_like(values))
+        s = torch.where(finite, s, torch.full_like(s, torch.nan))
     divisor = torch.where(finite & (s > 0), s, torch.ones_like(s)).to(work).unsqueeze(-1)
-    values = torch.where(finite.unsqueeze(-1), grouped, torch.zeros_like(grouped))
-    levels = (values / divisor).round_().clamp_(-LEVELS, LEVELS)
-    data.copy_(levels.to(torch.int8).view(rows, -1)[:, :channels])
+    levels = (values / divisor).round_()  # within ±127 as they come, for 127 · s ≥ max|x|
+    data.copy_(levels.view(rows, -1)[:, :channels])
     scale.copy_(s)
-    return float((levels.mul_(divisor).sub_(values)).abs_().max()) if levels.numel() else 0.0
+    low, high = torch.aminmax(levels.mul_(divisor).sub_(values))
+    return max(-float(low), float(high))
 
 
 def _scale_of(largest: Tensor) -> Tensor:
