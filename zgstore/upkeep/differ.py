@@ -1,0 +1,404 @@
+"""Two snapshots compared: pins, then columns, then shards by digest; their values only where that is asked."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from zgstore.format.digest import DIGEST_BYTES, Digest
+from zgstore.format.manifest import Column, LeafPage, Record, RootPage, Snapshot, all_u64, nth_digest
+from zgstore.storage.store import Store
+
+if TYPE_CHECKING:  # it loads torch
+    from zgstore.upkeep.valuediff import ValueDiff
+
+NO_RECORD: Final = "no record says where they were made"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One field that differs, its path joined by dots; None where a side has none."""
+
+    field: str
+    a: Any
+    b: Any
+
+    def as_json(self) -> dict[str, Any]:
+        return {"field": self.field, "a": plain(self.a), "b": plain(self.b)}
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names of columns or constants: only in b, only in a, in both and unequal, in both and equal."""
+
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changed: tuple[str, ...]
+    same: tuple[str, ...]
+
+    def as_json(self) -> dict[str, list[str]]:
+        return {
+            "added": list(self.added),
+            "removed": list(self.removed),
+            "changed": list(self.changed),
+            "same": list(self.same),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Shards counted: only in b, only in a, of other inputs or blobs, equal."""
+
+    added: int
+    removed: int
+    changed: int
+    same: int
+
+    def as_json(self) -> dict[str, int]:
+        return {"added": self.added, "removed": self.removed, "changed": self.changed, "same": self.same}
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Bytes of blobs, each counted once.
+
+    A page that both have is not opened: its bytes are counted as the root page gives them.
+    """
+
+    shared: int
+    only_a: int
+    only_b: int
+
+    def as_json(self) -> dict[str, int]:
+        return {"shared": self.shared, "only_a": self.only_a, "only_b": self.only_b}
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """What differs between snapshots a and b.
+
+    Args:
+        a: Digest of the first.
+        b: Digest of the second.
+        pins: Fields of teacher, data and capture that differ.
+        head: Further fields of the snapshots that differ: cut, samples, dropped.
+        columns: A common column is changed where its definition or an aligned shard's blob is.
+        constants: Likewise.
+        shards: Shards are aligned by their inputs, else by their place; a shard is the same where its inputs and the
+            blobs of all common columns are.
+        bytes: Of blobs.
+        cause: Why one recipe gave two snapshots; None where pins or definitions tell.
+        values: Per common column, where asked for.
+        skipped: Columns whose values cannot be compared, with the reason.
+    """
+
+    a: Digest
+    b: Digest
+    pins: tuple[Change, ...]
+    head: tuple[Change, ...]
+    columns: Names
+    constants: Names
+    shards: Counts
+    bytes: Shares
+    cause: str | None = None
+    values: Mapping[str, ValueDiff] | None = None
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def same(self) -> bool:
+        """Whether they are one snapshot."""
+        return self.a == self.b
+
+    def as_json(self) -> dict[str, Any]:
+        values = None if self.values is None else {name: each.as_json() for name, each in self.values.items()}
+        return {
+            "same": self.same,
+            "a": str(self.a),
+            "b": str(self.b),
+            "pins": [change.as_json() for change in self.pins],
+            "head": [change.as_json() for change in self.head],
+            "columns": self.columns.as_json(),
+            "constants": self.constants.as_json(),
+            "shards": self.shards.as_json(),
+            "bytes": self.bytes.as_json(),
+            "cause": self.cause,
+            **({} if values is None else {"values": values, "skipped": dict(self.skipped)}),
+        }
+
+
+def diff(
+    store: Store,
+    a: str | Digest,
+    b: str | Digest,
+    *,
+    values: bool = False,
+    samples: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Diff:
+    """Compare two snapshots of one store.
+
+    Without ``values`` no blob is opened, and of the pages only those that are not in both.
+
+    Args:
+        store: Where both are.
+        a: REV of the first, or its digest.
+        b: REV of the second, or its digest.
+        values: Compare the common columns' values too, streaming.
+        samples: Compare this many rows, spread evenly, instead of all.
+        progress: Told the bytes of values read, as they are.
+
+    Raises:
+        NotFound: if a REV names nothing.
+        Missing, Corrupt: if a page, or with ``values`` a blob, is not there or not what its name says.
+    """
+    digests = tuple(rev if isinstance(rev, Digest) else store.resolve(rev) for rev in (a, b))
+    sides = (_Side.of(store, digests[0]), _Side.of(store, digests[1]))
+    tables = _Tables(*sides)
+    tables.compare()
+    structure = Diff(
+        a=digests[0],
+        b=digests[1],
+        pins=_pins(*sides),
+        head=_head(*sides),
+        columns=tables.columns(),
+        constants=_constants(*sides),
+        shards=tables.counts(),
+        bytes=tables.shares(),
+        cause=_cause(*sides, unequal=tables.conflicts > 0),
+    )
+    if not values:
+        return structure
+    from zgstore.upkeep import valuediff  # noqa: PLC0415 - torch is loaded only where values are compared
+
+    found, skipped = valuediff.compare(
+        store, structure.a, structure.b, columns=tables.common, samples=samples, progress=progress
+    )
+    return Diff(
+        **{name: getattr(structure, name) for name in Diff.__slots__ if name not in {"values", "skipped"}},
+        values=found,
+        skipped=skipped,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    store: Store
+    digest: Digest
+    snapshot: Snapshot
+    root: RootPage
+
+    @classmethod
+    def of(cls, store: Store, digest: Digest) -> _Side:
+        snapshot = store.snapshot(digest)
+        return cls(store, digest, snapshot, store.root(snapshot))
+
+
+@dataclass(slots=True)
+class _Row:
+    """One shard of an opened leaf: its place in the snapshot, its inputs, its blobs and sizes by column name."""
+
+    place: int
+    inputs: bytes
+    blobs: Mapping[str, bytes]
+
+
+class _Tables:
+    """The shards of both sides, joined."""
+
+    def __init__(self, a: _Side, b: _Side) -> None:
+        self.a, self.b = a, b
+        self.defined_a = {column.name: column for column in a.snapshot.columns}
+        self.defined_b = {column.name: column for column in b.snapshot.columns}
+        self.common = [name for name in self.defined_a if name in self.defined_b]
+        self.unequal = {name for name in self.common if _definition(a, name) != _definition(b, name)}
+        self.same_shards = self.changed_shards = self.conflicts = 0
+        self.removed = self.added = 0
+        self.shared_bytes = 0
+        self.sizes_a: dict[bytes, int] = {}
+        self.sizes_b: dict[bytes, int] = {}
+
+    def compare(self) -> None:
+        """Open the leaves that are not in both, and pair their shards."""
+        shared = self._shared_leaves()
+        rows_a = list(self._opened(self.a, shared, self.sizes_a))
+        rows_b = list(self._opened(self.b, shared, self.sizes_b))
+        for side, sizes in ((self.a, self.sizes_a), (self.b, self.sizes_b)):
+            sizes.update((constant.blob.raw, constant.size) for constant in side.snapshot.constants)
+        rest_a, rest_b = self._pair_by_inputs(rows_a, rows_b)
+        places = {row.place: row for row in rest_b}
+        for row in rest_a:
+            other = places.pop(row.place, None)
+            if other is None:
+                self.removed += 1
+            else:
+                self._meet(row, other)
+        self.added = len(places)
+
+    def _shared_leaves(self) -> set[bytes]:
+        """Leaves that both name; they mean the same shards only where both list the same columns in one order."""
+        if list(self.defined_a) != list(self.defined_b):
+            return set()
+        shared = set(_leaves(self.a.root)) & set(_leaves(self.b.root))
+        for leaf, shards, size in _leaf_sums(self.a.root):
+            if leaf in shared:
+                self.same_shards += shards
+                self.shared_bytes += size
+        return shared
+
+    def _opened(self, side: _Side, shared: set[bytes], sizes: dict[bytes, int]) -> Iterator[_Row]:
+        place = 0
+        for leaf, shards, _ in _leaf_sums(side.root):
+            if leaf not in shared:
+                page = side.store.leaf(Digest(leaf))
+                yield from _rows(page, side.snapshot.columns, place, sizes)
+            place += shards
+
+    def _pair_by_inputs(self, rows_a: Sequence[_Row], rows_b: Sequence[_Row]) -> tuple[list[_Row], list[_Row]]:
+        waiting: defaultdict[bytes, deque[_Row]] = defaultdict(deque)
+        for row in rows_b:
+            waiting[row.inputs].append(row)
+        rest_a = []
+        for row in rows_a:
+            queue = waiting.get(row.inputs)
+            if queue:
+                self._meet(row, queue.popleft())
+            else:
+                rest_a.append(row)
+        return rest_a, sorted((row for queue in waiting.values() for row in queue), key=lambda row: row.place)
+
+    def _meet(self, row: _Row, other: _Row) -> None:
+        unequal = [name for name in self.common if row.blobs[name] != other.blobs[name]]
+        self.unequal.update(unequal)
+        if row.inputs == other.inputs and not unequal:
+            self.same_shards += 1
+        else:
+            self.changed_shards += 1
+            self.conflicts += row.inputs == other.inputs
+
+    def columns(self) -> Names:
+        return _names(self.defined_a, self.defined_b, self.unequal)
+
+    def counts(self) -> Counts:
+        return Counts(added=self.added, removed=self.removed, changed=self.changed_shards, same=self.same_shards)
+
+    def shares(self) -> Shares:
+        both = self.sizes_a.keys() & self.sizes_b.keys()
+        return Shares(
+            shared=self.shared_bytes + sum(self.sizes_a[blob] for blob in both),
+            only_a=sum(size for blob, size in self.sizes_a.items() if blob not in both),
+            only_b=sum(size for blob, size in self.sizes_b.items() if blob not in both),
+        )
+
+
+def _definition(side: _Side, name: str) -> dict[str, Any]:
+    # A column's depth says where it stands among those kept: another boundary beside it does not change it.
+    return {**side.snapshot.column(name)[1].as_value(), "depth": None}
+
+
+def _names(a: Iterable[str], b: Iterable[str], unequal: set[str]) -> Names:
+    a, b = list(a), list(b)
+    common = [name for name in a if name in set(b)]
+    return Names(
+        added=tuple(name for name in b if name not in set(a)),
+        removed=tuple(name for name in a if name not in set(b)),
+        changed=tuple(name for name in common if name in unequal),
+        same=tuple(name for name in common if name not in unequal),
+    )
+
+
+def _constants(a: _Side, b: _Side) -> Names:
+    values_a = {constant.name: constant.as_value() for constant in a.snapshot.constants}
+    values_b = {constant.name: constant.as_value() for constant in b.snapshot.constants}
+    return _names(values_a, values_b, {name for name in values_a if values_a[name] != values_b.get(name)})
+
+
+def _leaves(root: RootPage) -> Iterator[bytes]:
+    return (root.leaves[at : at + DIGEST_BYTES] for at in range(0, len(root.leaves), DIGEST_BYTES))
+
+
+def _leaf_sums(root: RootPage) -> Iterator[tuple[bytes, int, int]]:
+    """Each leaf with its shards and the bytes of its blobs."""
+    columns = [all_u64(packed) for packed in root.column_bytes]
+    for at, (leaf, shards) in enumerate(zip(_leaves(root), all_u64(root.shards), strict=True)):
+        yield leaf, shards, sum(column[at] for column in columns)
+
+
+def _rows(page: LeafPage, columns: Sequence[Column], place: int, sizes: dict[bytes, int]) -> Iterator[_Row]:
+    names = [column.name for column in columns]
+    by_column = [[blobs[at : at + DIGEST_BYTES] for at in range(0, len(blobs), DIGEST_BYTES)] for blobs in page.blobs]
+    for blobs, packed in zip(by_column, page.sizes, strict=True):
+        sizes.update(zip(blobs, all_u64(packed), strict=True))
+    for at in range(len(page)):
+        named = {name: column[at] for name, column in zip(names, by_column, strict=True)}
+        yield _Row(place + at, nth_digest(page.inputs, at).raw, named)
+
+
+def _pins(a: _Side, b: _Side) -> tuple[Change, ...]:
+    pins_a, pins_b = a.snapshot.pins, b.snapshot.pins
+    return tuple(
+        change
+        for part in ("teacher", "data", "capture")
+        for change in _changes(part, getattr(pins_a, part), getattr(pins_b, part))
+    )
+
+
+def _head(a: _Side, b: _Side) -> tuple[Change, ...]:
+    fields = ("cut", "samples", "dropped", "requires")
+    pairs = ((name, getattr(a.snapshot, name), getattr(b.snapshot, name)) for name in fields)
+    return tuple(Change(name, of_a, of_b) for name, of_a, of_b in pairs if of_a != of_b)
+
+
+def _changes(path: str, a: Any, b: Any) -> Iterator[Change]:
+    """Fields that differ, maps entered; a list is one field."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in sorted(a.keys() | b.keys()):
+            yield from _changes(f"{path}.{key}", a.get(key), b.get(key))
+    elif type(a) is not type(b) or a != b:
+        yield Change(path, a, b)
+
+
+def plain(value: Any) -> Any:
+    """A canonical value as JSON can hold it: 32 bytes are a digest, other bytes are hex, what is not finite is text."""
+    if isinstance(value, Digest):
+        return str(value)
+    if isinstance(value, bytes):
+        return str(Digest(value)) if len(value) == DIGEST_BYTES else value.hex()
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _cause(a: _Side, b: _Side, *, unequal: bool) -> str | None:
+    """Why the same teacher over the same inputs gave other bytes; None where something pinned tells."""
+    if not unequal or a.snapshot.pins.encode() != b.snapshot.pins.encode() or a.snapshot.columns != b.snapshot.columns:
+        return None
+    records = [side.store.record_of(side.digest) for side in (a, b)]
+    platforms = [_platforms(record) for record in records]
+    if not all(platforms):
+        return f"the same pins gave other bytes, and {NO_RECORD}: build one of them again to tell"
+    unlike = [
+        f"{key} ({' and '.join(', '.join(sorted(side.get(key, {'unknown'}))) for side in platforms)})"
+        for key in sorted(platforms[0].keys() | platforms[1].keys())
+        if platforms[0].get(key) != platforms[1].get(key)
+    ]
+    if unlike:
+        return f"the same pins on unlike platforms: {'; '.join(unlike)}"
+    return "the same pins on the same platform gave other bytes: the teacher is not reproducible"
+
+
+def _platforms(record: Record | None) -> dict[str, set[str]]:
+    """Every value that each field of the record's platforms takes."""
+    listed = record.fields.get("platforms", ()) if record else ()
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for platform in listed.values() if isinstance(listed, Mapping) else listed:
+        if isinstance(platform, Mapping):
+            for key, value in platform.items():
+                found[key].add(str(plain(value)))
+    return dict(found)

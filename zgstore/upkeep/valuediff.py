@@ -1,0 +1,398 @@
+"""The values of two snapshots' columns compared, row by row, streaming.
+
+Shapes: N rows or tokens of one piece, E elements of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zgstore.format.blobheader import TensorSpec
+from zgstore.format.digest import DIGEST_BYTES, Digest
+from zgstore.format.manifest import Column, Dropped, RowsPage, RowsRoot, Snapshot, all_digests
+from zgstore.format.readplan import ColumnPlan, ReadPlan
+from zgstore.format.tensorfile import TORCH_OF, as_tensor, int8_decode
+from zgstore.reading.blobs import Blobs, OpenBlob
+from zgstore.storage import partials
+from zgstore.storage.store import Store
+
+# Elements worked on at once: their temporaries, in fp64, are what the memory is bounded by.
+PIECE_ELEMENTS: Final = 1 << 20
+
+Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDiff:
+    """How far one column of b is from the same column of a, over the rows that both have.
+
+    Args:
+        rows: Rows compared.
+        unlike: Aligned rows of unequal shape, left out of the numbers.
+        max_abs: Largest abs(a − b).
+        mean_abs: Mean of abs(a − b) over all elements.
+        rel_l2: ‖a − b‖ / ‖a‖ over all elements.
+        cos_min: Smallest cosine of a row's values, flattened.
+        cos_mean: Mean of the rows' cosines.
+        first_row: First row that differs, as a reader of a counts; None where none does.
+    """
+
+    rows: int
+    unlike: int
+    max_abs: float
+    mean_abs: float
+    rel_l2: float
+    cos_min: float
+    cos_mean: float
+    first_row: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        numbers = {name: getattr(self, name) for name in ("max_abs", "mean_abs", "rel_l2", "cos_min", "cos_mean")}
+        # JSON has no infinity: what is not finite is null.
+        finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+        return {**finite, "first_row": self.first_row, "rows": self.rows, "unlike": self.unlike}
+
+
+def compare(
+    store: Store,
+    a: Digest,
+    b: Digest,
+    *,
+    columns: Sequence[str],
+    samples: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[dict[str, ValueDiff], dict[str, str]]:
+    """Compare the values of ``columns`` over the rows that both snapshots have.
+
+    Args:
+        store: Where both are.
+        a: The first.
+        b: The second.
+        columns: Names that both have.
+        samples: Rows to compare, spread evenly; None for all.
+        progress: Told the bytes of blobs read, as they are.
+
+    Returns:
+        The numbers by column, and for columns that cannot be compared the reason.
+
+    Raises:
+        Missing, Corrupt: if a blob is not there, or not what its name says.
+    """
+    sides = [_Side.of(store, digest, columns) for digest in (a, b)]
+    rows_a, rows_b = _aligned(*sides)
+    if samples is not None and samples < len(rows_a):
+        chosen = np.linspace(0, len(rows_a) - 1, samples).round().astype(np.int64)
+        rows_a, rows_b = rows_a[chosen], rows_b[chosen]
+    found: dict[str, ValueDiff] = {}
+    skipped: dict[str, str] = {}
+    for name in columns:
+        pair = [side.columns.get(name) for side in sides]
+        reason = _incomparable(pair, len(rows_a))
+        if reason:
+            skipped[name] = reason
+            continue
+        left, right = (_Column(side, name, progress) for side in sides)
+        with contextlib.closing(left), contextlib.closing(right):
+            found[name] = _compare_column(left, right, rows_a, rows_b)
+    return found, skipped
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    snapshot: Snapshot
+    dropped: Dropped
+    plan: ReadPlan
+    columns: Mapping[str, ColumnPlan]
+    row_digests: bytes | None
+    starts: Positions
+
+    @classmethod
+    def of(cls, store: Store, digest: Digest, columns: Sequence[str]) -> _Side:
+        snapshot = store.snapshot(digest)
+        expected = partials.expected(store.path, digest)
+        plan = store.read_plan(digest, [name for name in columns if expected is None or name in expected])
+        starts = np.concatenate([[0], np.cumsum(np.array(plan.shard_rows, dtype=np.int64))])
+        by_name = {each.column.name: each for each in plan.columns}
+        dropped = store.dropped(snapshot)
+        digests = _row_digests(store, snapshot, dropped, int(starts[-1]))
+        return cls(snapshot, dropped, plan, by_name, digests, starts)
+
+    @property
+    def rows(self) -> int:
+        return int(self.starts[-1])
+
+    def seen_as(self, position: int) -> int:
+        """The number that a reader gives a stored row: masked ones are not counted."""
+        return position - int(np.searchsorted(np.array(self.plan.masked, dtype=np.int64), position))
+
+
+def _row_digests(store: Store, snapshot: Snapshot, dropped: Dropped, rows: int) -> bytes | None:
+    """The digests of the stored rows joined; None where the pins do not tell them."""
+    pinned = snapshot.pins.data.get("digest")
+    if not isinstance(pinned, bytes) or len(pinned) != DIGEST_BYTES:
+        return None
+    root = RowsRoot.decode(store.objects.read_meta(Digest(pinned), "page"))
+    pages = (RowsPage.decode(store.objects.read_meta(page, "page")) for page in all_digests(root.pages))
+    stream = np.frombuffer(b"".join(page.digests for page in pages), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+    stored = np.delete(stream, np.array(dropped.left_out, dtype=np.int64), axis=0)
+    return stored.tobytes() if len(stored) == rows else None
+
+
+def _aligned(a: _Side, b: _Side) -> tuple[Positions, Positions]:
+    """Stored positions of the rows that both have and neither skips, ascending in a."""
+    if a.row_digests is None or b.row_digests is None:
+        left = right = np.arange(min(a.rows, b.rows), dtype=np.int64)
+    elif a.row_digests == b.row_digests:
+        left = right = np.arange(a.rows, dtype=np.int64)
+    else:
+        left, right = _joined(a.row_digests, b.row_digests)
+    keep = ~(np.isin(left, a.plan.masked) | np.isin(right, b.plan.masked))
+    return left[keep], right[keep]
+
+
+def _joined(a: bytes, b: bytes) -> tuple[Positions, Positions]:
+    """Where equal row digests stand; the n-th of several equal ones meets the n-th."""
+    waiting: defaultdict[bytes, deque[int]] = defaultdict(deque)
+    for at in range(0, len(b), DIGEST_BYTES):
+        waiting[b[at : at + DIGEST_BYTES]].append(at // DIGEST_BYTES)
+    pairs = []
+    for at in range(0, len(a), DIGEST_BYTES):
+        queue = waiting.get(a[at : at + DIGEST_BYTES])
+        if queue:
+            pairs.append((at // DIGEST_BYTES, queue.popleft()))
+    joined = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return joined[:, 0], joined[:, 1]
+
+
+def _incomparable(pair: Sequence[ColumnPlan | None], rows: int) -> str | None:
+    left, right = pair
+    if left is None or right is None:
+        return "only a part of the snapshot is here, without this column"
+    if left.column.shape != right.column.shape:
+        return f"samples of shape {list(left.column.shape)} and {list(right.column.shape)}"
+    return None if rows else "no row is in both"
+
+
+class _Run(NamedTuple):
+    """Rows that lie side by side in one blob of each: shard and first row there, for a and b; how many."""
+
+    shard_a: int
+    row_a: int
+    shard_b: int
+    row_b: int
+    rows: int
+
+
+def _runs(starts_a: Positions, starts_b: Positions, rows_a: Positions, rows_b: Positions) -> Iterator[_Run]:
+    shards_a = np.searchsorted(starts_a, rows_a, side="right") - 1
+    shards_b = np.searchsorted(starts_b, rows_b, side="right") - 1
+    broken = (np.diff(rows_a) != 1) | (np.diff(rows_b) != 1) | (np.diff(shards_a) != 0) | (np.diff(shards_b) != 0)
+    begins = np.concatenate([[0], np.flatnonzero(broken) + 1])
+    ends = np.concatenate([begins[1:], [len(rows_a)]])
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        at_a, at_b = int(shards_a[begin]), int(shards_b[begin])
+        yield _Run(at_a, int(rows_a[begin] - starts_a[at_a]), at_b, int(rows_b[begin] - starts_b[at_b]), end - begin)
+
+
+def _compare_column(left: _Column, right: _Column, rows_a: Positions, rows_b: Positions) -> ValueDiff:
+    runs = list(_runs(left.side.starts, right.side.starts, rows_a, rows_b))
+    same = [left.plans[run.shard_a].name == right.plans[run.shard_b].name and run.row_a == run.row_b for run in runs]
+    sums = _Sums()
+    if all(same):
+        # One blob cannot differ from itself: nothing is read.
+        sums.add_equal_rows(len(rows_a))
+        return sums.result(None)
+    first: int | None = None
+    for run, equal in zip(runs, same, strict=True):
+        if equal:
+            # Only its magnitude is wanted, for the relative number.
+            blob = left.open(run.shard_a)
+            for at, count in blob.steps(run.row_a, run.rows):
+                sums.add_equal(blob.rows(run.row_a + at, count))
+            continue
+        blob_a, blob_b = left.open(run.shard_a), right.open(run.shard_b)
+        for at, count in blob_a.steps(run.row_a, run.rows):
+            x, y = blob_a.rows(run.row_a + at, count), blob_b.rows(run.row_b + at, count)
+            differs = sums.add(x, y)
+            if differs is not None and first is None:
+                position = int(left.side.starts[run.shard_a]) + run.row_a + at + differs
+                first = left.side.seen_as(position)
+    return sums.result(first)
+
+
+class _Piece(NamedTuple):
+    """Consecutive rows: their tokens flattened ``[N, E]``, and each row's number of tokens ``[rows]``."""
+
+    values: Tensor
+    lengths: Tensor
+
+
+class _Sums:
+    """What the numbers are made of, in fp64."""
+
+    def __init__(self) -> None:
+        self.rows = self.unlike = self.elements = 0
+        self.largest = self.absolute = self.squares = self.reference = 0.0
+        self.cosines, self.cosine_min = 0.0, 1.0
+
+    def add_equal_rows(self, rows: int) -> None:
+        self.rows += rows
+        self.cosines += rows
+
+    def add_equal(self, piece: _Piece) -> None:
+        x = _finite(piece.values.to(torch.float64))
+        self.add_equal_rows(len(piece.lengths))
+        self.elements += x.numel()
+        self.reference += float((x * x).sum())
+
+    def add(self, left: _Piece, right: _Piece) -> int | None:
+        """Add aligned rows; the first that differs, counted within the piece."""
+        if not torch.equal(left.lengths, right.lengths):
+            return self._add_unlike(left, right)
+        x, y = left.values.to(torch.float64), right.values.to(torch.float64)
+        distance = (x - y).abs_()
+        unequal = distance != 0
+        if left.values.dtype == right.values.dtype and not left.values.is_floating_point():
+            unequal = left.values != right.values  # fp64 cannot tell large integers apart
+        if not bool(torch.isfinite(distance).all()):
+            equal = (x == y) | (x.isnan() & y.isnan())
+            distance = torch.where(equal, 0.0, distance.nan_to_num(nan=math.inf, posinf=math.inf))
+            unequal = ~equal
+            x, y = _finite(x), _finite(y)
+        self.rows += len(left.lengths)
+        self.elements += distance.numel()
+        if distance.numel():
+            self.largest = max(self.largest, float(distance.max()))
+        self.absolute += float(distance.sum())
+        self.squares += float((distance * distance).sum())
+        changed = _by_row(unequal.sum(1, dtype=torch.float64), left.lengths) > 0
+        self._add_cosines(x, y, left.lengths, changed)
+        where = torch.nonzero(changed)
+        return int(where[0]) if len(where) else None
+
+    def _add_cosines(self, x: Tensor, y: Tensor, lengths: Tensor, changed: Tensor) -> None:
+        dots, xx, yy = (_by_row((u * v).sum(1), lengths) for u, v in ((x, y), (x, x), (y, y)))
+        self.reference += float(xx.sum())
+        cosines = (dots / (xx * yy).sqrt()).nan_to_num(nan=0.0).clamp(-1.0, 1.0)
+        cosines[~changed] = 1.0
+        if len(cosines):
+            self.cosines += float(cosines.sum())
+            self.cosine_min = min(self.cosine_min, float(cosines.min()))
+
+    def _add_unlike(self, left: _Piece, right: _Piece) -> int | None:
+        """Rows of unequal lengths have no numbers; the others of the piece, one by one, do."""
+        first = None
+        ends = [torch.cumsum(piece.lengths, 0) for piece in (left, right)]
+        for row in range(len(left.lengths)):
+            pair = [
+                _Piece(piece.values[int(end[row] - piece.lengths[row]) : int(end[row])], piece.lengths[row : row + 1])
+                for piece, end in zip((left, right), ends, strict=True)
+            ]
+            if torch.equal(pair[0].lengths, pair[1].lengths):
+                differs = self.add(*pair) is not None
+            else:
+                self.unlike += 1
+                differs = True
+            if differs and first is None:
+                first = row
+        return first
+
+    def result(self, first: int | None) -> ValueDiff:
+        relative = 0.0
+        if self.squares:
+            relative = math.sqrt(self.squares / self.reference) if self.reference else math.inf
+        return ValueDiff(
+            rows=self.rows,
+            unlike=self.unlike,
+            max_abs=self.largest,
+            mean_abs=self.absolute / self.elements if self.elements else 0.0,
+            rel_l2=relative,
+            cos_min=self.cosine_min,
+            cos_mean=min(1.0, self.cosines / self.rows) if self.rows else 1.0,
+            first_row=first,
+        )
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _by_row(of_tokens: Tensor, lengths: Tensor) -> Tensor:
+    """Sums over each row's tokens."""
+    if len(of_tokens) == len(lengths) and bool((lengths == 1).all()):
+        return of_tokens
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, rows, of_tokens)
+
+
+class _Column:
+    """One column of one side; one blob of it is mapped at a time."""
+
+    def __init__(self, side: _Side, name: str, progress: Callable[[int], None] | None) -> None:
+        self.side, self.progress = side, progress
+        self.column = side.columns[name].column
+        self.plans = side.columns[name].blobs
+        self._files = Blobs(side.plan.objects, hint="zgstore verify --repair --recipe RECIPE", verify=True)
+        self._files.extend((plan, self.column) for plan in self.plans)
+        self._open: tuple[int, _Mapped] | None = None
+
+    def open(self, shard: int) -> _Mapped:
+        """The shard's blob, verified at its first use."""
+        if self._open is None or self._open[0] != shard:
+            self._open = None
+            with self._files.open(shard) as file:
+                self._open = (shard, _Mapped(file, self.column))
+            if self.progress is not None:
+                self.progress(self.plans[shard].size)
+        return self._open[1]
+
+    def close(self) -> None:
+        self._open = None
+        self._files.close()
+
+
+class _Mapped:
+    """One blob's tensors, mapped: its pages are the system's to drop, and only pieces of them are ever copied."""
+
+    def __init__(self, file: OpenBlob, column: Column) -> None:
+        self._map = mmap.mmap(file.fd, file.header.file_size, access=mmap.ACCESS_COPY)
+        self._dtype = TORCH_OF[column.dtype]
+        self._data = self._tensor(file.header.tensor("data"))
+        self._scale = self._tensor(file.header.tensor("scale")) if column.codec == "int8" else None
+        self._offsets = None if file.offsets is None else torch.from_numpy(np.array(file.offsets, dtype=np.int64))
+
+    def _tensor(self, spec: TensorSpec) -> Tensor:
+        return as_tensor(memoryview(self._map)[spec.start : spec.start + spec.size], spec.dtype, spec.shape)
+
+    def _token(self, row: int) -> int:
+        return row if self._offsets is None else int(self._offsets[row])
+
+    def steps(self, row: int, rows: int) -> Iterator[tuple[int, int]]:
+        """(first, count) of pieces of the rows from ``row``, each of about PIECE_ELEMENTS and at least one row."""
+        tokens = self._token(row + rows) - self._token(row)
+        of_a_row = math.prod(self._data.shape[1:]) * -(-tokens // max(rows, 1))
+        step = max(1, PIECE_ELEMENTS // max(of_a_row, 1))
+        for at in range(0, rows, step):
+            yield at, min(step, rows - at)
+
+    def rows(self, row: int, count: int) -> _Piece:
+        """``count`` rows from ``row``."""
+        begin, end = self._token(row), self._token(row + count)
+        values = self._data[begin:end]
+        if self._scale is not None:
+            values = int8_decode(values, self._scale[begin:end], self._dtype)
+        if self._offsets is None:
+            lengths = torch.ones(count, dtype=torch.int64)
+        else:
+            lengths = torch.diff(self._offsets[row : row + count + 1])
+        return _Piece(values.reshape(end - begin, math.prod(values.shape[1:])), lengths)
