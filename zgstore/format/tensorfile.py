@@ -102,7 +102,9 @@ def as_bytes(tensor: Tensor, *, what: str = "the tensor") -> memoryview:
     tensor = tensor.detach()
     if tensor.is_neg() or not tensor.is_cpu or not tensor.is_contiguous():
         tensor = tensor.resolve_neg().cpu().contiguous()
-    array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = tensor.view(-1).view(torch.uint8).numpy()
+    # A tensor of one element, or of none, may have any stride and yet lie in order.
+    flat = tensor.view(-1) if tensor.numel() > 1 else tensor.as_strided((tensor.numel(),), (1,))
+    array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
     return array.data
 
 
