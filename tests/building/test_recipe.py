@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from zgstore.building import recipe as recipes
-from zgstore.building.recipe import Recipe, load_recipe, locate
+from zgstore.building.recipe import Recipe, load_recipe
 from zgstore.errors import Invalid
 
 GOOD = """
@@ -181,14 +181,9 @@ def test_a_missing_module_or_function_is_named_with_the_nearest(tmp_path):
     assert "teachers" in caught.value.hint
 
 
-def test_paths_are_relative_to_the_recipe_or_name_a_package(tmp_path):
-    (tmp_path / "weights.bin").write_bytes(b"w")
-    assert locate("weights.bin", tmp_path) == tmp_path / "weights.bin"
-    assert locate("package:blake3", tmp_path).is_dir()
-    with pytest.raises(Invalid, match="not installed"):
-        locate("package:no_such_package_here", tmp_path)
-    with pytest.raises(Invalid, match="there is no"):
-        locate("nothing.bin", tmp_path)
+def test_listed_code_must_be_there(tmp_path):
+    text = GOOD.replace('boundaries = ["layers.0:in", "layers.1:in"]', 'extractor = "tiny:extract"\ncode = ["gone.py"]')
+    assert "gone.py" in refusal(tmp_path, text).message
 
 
 def test_batches_that_cannot_be_iterated_are_named(tmp_path):

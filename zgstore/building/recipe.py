@@ -10,8 +10,6 @@ import contextlib
 import difflib
 import importlib
 import importlib.machinery
-import importlib.metadata
-import importlib.util
 import re
 import sys
 import tomllib
@@ -108,10 +106,6 @@ class TeacherSpec:
             raise Invalid("the recipe has no teacher.skeleton", hint="name a function that makes it without weights")
         return self.skeleton.call(self.args)
 
-    def file_paths(self) -> tuple[tuple[str, Path], ...]:
-        """(as written, where it is) of each of ``files``."""
-        return tuple((text, locate(text, self.factory.directory)) for text in self.files)
-
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
@@ -126,10 +120,6 @@ class DataSpec:
     def batches(self) -> Batches:
         """A new reading of the stream."""
         return Batches(self.factory.call(self.args), self.factory)
-
-    def file_paths(self) -> tuple[tuple[str, Path], ...]:
-        """(as written, where it is) of each of ``files``."""
-        return tuple((text, locate(text, self.factory.directory)) for text in self.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,28 +270,6 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     return Recipe.parse(value, path=path)
 
 
-def locate(text: str, directory: Path) -> Path:
-    """Where a path of the recipe is: relative to its directory, or ``package:NAME``, an installed package's folder.
-
-    Raises:
-        Invalid: if there is no such file or package. The package is found without being imported.
-    """
-    if not text.startswith("package:"):
-        path = directory / text
-        if not path.exists():
-            raise Invalid(f"there is no {text!r} in {directory}", hint="paths are relative to the recipe")
-        return path
-    name = text.removeprefix("package:")
-    try:
-        spec = importlib.util.find_spec(name.replace("-", "_"))
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        raise Invalid(f"the package {name!r} is not installed", hint=f"pip install {name}")
-    places = list(spec.submodule_search_locations or ())
-    return Path(places[0]) if places else Path(str(spec.origin))
-
-
 def split_point(text: str) -> tuple[str, str]:
     """``MODULE:in`` or ``MODULE:out`` as (module, side)."""
     match = _POINT.fullmatch(text)
@@ -365,8 +333,20 @@ def _capture(section: _Section) -> CaptureSpec:
         inputs=section.texts("inputs") if section.has("inputs") else None,
     )
     section.done()
+    _check_kind(section, spec)
+    _check_names(section, spec)
+    for path in spec.code:
+        if not (section.path.parent / path).exists():
+            section.fail("code", f"has {path!r}, which is not there", "paths are relative to the recipe")
+    return spec
+
+
+def _check_kind(section: _Section, spec: CaptureSpec) -> None:
+    """Hook points or an extractor, and what belongs to each."""
     if spec.extractor is not None and (spec.boundaries or spec.outputs):
         section.fail("extractor", "stands beside hook points", "use either boundaries and outputs, or an extractor")
+    if spec.extractor is not None and spec.inputs is not None:
+        section.fail("inputs", "belongs to hook points", "an extractor calls the teacher itself")
     if spec.extractor is None and (spec.args or spec.code):
         section.fail("args" if spec.args else "code", "belongs to an extractor", "name the extractor, or remove it")
     if spec.extractor is None and not spec.boundaries and not spec.outputs:
@@ -377,15 +357,15 @@ def _capture(section: _Section) -> CaptureSpec:
         for point in getattr(spec, key):
             if split_point(point)[1] not in sides:
                 section.fail(key, f"has {point!r}", "an output is MODULE:out")
+
+
+def _check_names(section: _Section, spec: CaptureSpec) -> None:
     names = [*spec.boundaries, *spec.outputs, *spec.context, *spec.constants]
     for name in names:
         if names.count(name) > 1:
             section.fail("boundaries" if ":" in name else "context", f"has {name!r} twice", "name each column once")
         if name in RESERVED_COLUMNS:
             section.fail("context", f"has {name!r}", "that column is made by itself where it is needed")
-    for path in spec.code:
-        locate(path, section.path.parent)
-    return spec
 
 
 def _storage(section: _Section, capture: CaptureSpec) -> StorageSpec:

@@ -1,0 +1,541 @@
+"""A build: from a recipe to a snapshot, doing only what is missing.
+
+The way of the data, and the module that does each step::
+
+    recipe ─ inputs ──→ the stream read ahead: digests, lengths and ids of every batch
+             identity → which data (refused if a row changed under the same pins),
+                        which teacher (found again by its files and code, else loaded and measured)
+             planner ─→ shards × columns → keys → actions: hits and misses; a hit's blob is reserved, then looked for
+             execution → for each shard with a miss: hooks at the missing points, batch by batch …
+             shards ──→ … to one thread that casts, hashes and writes
+                        durable first the shard's blobs, then its actions, then the entry that followers read
+             publication → pages, snapshot, record, ref
+
+Resume, append, no-op, new columns, workers and repair are this one way: they differ in what is missing. The teacher is
+loaded when one of its columns is missing, and at no other time. What was measured is kept once something made with it
+is durable, so that a build that fails at its first batch binds nobody to its pins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from zgstore.building import lockfile
+from zgstore.building.execution import Captured, Run, Task, run_tasks
+from zgstore.building.planner import ANY_PLATFORM, BuildPlan, ShardInputs, Why, left_out_key, pin_changes, recipe_digest
+from zgstore.building.planner import explain as explained
+from zgstore.building.preparation import (
+    Options,
+    Prepared,
+    Progress,
+    extractor_stem,
+    left_out_of,
+    prepare,
+    tasks_of,
+)
+from zgstore.building.publication import Assembled, assemble, nonfinite_error, publish, record_of
+from zgstore.building.recipe import Recipe, load_recipe
+from zgstore.errors import Invalid
+from zgstore.format.digest import Digest
+from zgstore.format.manifest import Action, Column, Shard, Snapshot, all_u64, pack_u64
+from zgstore.format.tensorfile import layout_of_column
+from zgstore.storage.builds import BuildFile
+from zgstore.storage.memos import platform_tag
+from zgstore.storage.store import Session, Store
+
+DEFAULT_REF: Final = ""
+POLICIES: Final = ("error", "drop")
+
+
+@dataclass(frozen=True, slots=True)
+class BuildReport:
+    """What a build did, or would do.
+
+    Args:
+        snapshot: What came out; None for a worker and a dry run.
+        recipe: The recipe digest; None while columns are unknown.
+        pins: The pins digest; None where the teacher is not known without loading it.
+        ref: The ref that names it now; None if none does.
+        samples: Rows that readers see; of a dry run, rows of the stream.
+        teacher: ``measured`` or ``declared``; ``unknown`` in a dry run that would have to load it.
+        teacher_loaded: Whether it was.
+        shards_built: Shards of which something was captured.
+        shards_reused: The others.
+        columns_built: Columns of which something was captured.
+        columns_reused: The others.
+        new_bytes: Of new blobs; of a dry run as far as shapes are known.
+        total_bytes: Of all its blobs.
+        seconds: ``inputs``, ``teacher``, ``store``, ``total``.
+        explain: Hit or miss for each column and shard, if asked for.
+        locked: With a lock file: ``present``, ``same``, or why it differs.
+        dropped: Rows that are masked or were left out.
+    """
+
+    snapshot: Digest | None
+    recipe: Digest | None
+    pins: Digest | None
+    ref: str | None
+    samples: int
+    teacher: str
+    teacher_loaded: bool
+    shards_built: int
+    shards_reused: int
+    columns_built: int
+    columns_reused: int
+    new_bytes: int
+    total_bytes: int
+    seconds: Mapping[str, float]
+    explain: tuple[Why, ...] = ()
+    locked: str | None = None
+    dropped: int = 0
+
+    def as_value(self) -> dict[str, Any]:
+        """The JSON object."""
+        value: dict[str, Any] = {
+            "snapshot": _text(self.snapshot),
+            "recipe": _text(self.recipe),
+            "pins": _text(self.pins),
+            "ref": self.ref,
+            "samples": self.samples,
+            "teacher": self.teacher,
+            "teacher_loaded": self.teacher_loaded,
+            "shards": {"built": self.shards_built, "reused": self.shards_reused},
+            "columns": {"built": self.columns_built, "reused": self.columns_reused},
+            "bytes": {"new": self.new_bytes, "total": self.total_bytes},
+            "seconds": dict(self.seconds),
+            "dropped": self.dropped,
+        }
+        if self.locked is not None:
+            value["locked"] = self.locked
+        if self.explain:
+            value["explain"] = [
+                {"column": each.column, "shard": each.shard, "hit": each.hit, "reason": each.reason}
+                for each in self.explain
+            ]
+        return value
+
+
+def _text(digest: Digest | None) -> str | None:
+    return None if digest is None else str(digest)
+
+
+def build(
+    store: Store,
+    recipe: Recipe | str | Path,
+    *,
+    ref: str | None = DEFAULT_REF,
+    limit: int | None = None,
+    worker: tuple[int, int] | None = None,
+    devices: Sequence[str] = (),
+    check_teacher: bool = False,
+    on_nonfinite: str = "error",
+    locked: bool = False,
+    dry_run: bool = False,
+    explain: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+    circumstance: Mapping[str, Any] | None = None,
+) -> BuildReport:
+    """Run the teacher where something is missing, publish the snapshot and move the ref.
+
+    Args:
+        store: Where it goes.
+        recipe: A recipe, or the path of one.
+        ref: The ref to move; the recipe's stem if not given (with ``limit`` none); None moves none.
+        limit: Exactly so many rows, the last batch cut.
+        worker: (I, N): only the shards whose number is I modulo N, and no snapshot.
+        devices: Where the teacher runs; a replica on each. Empty: where its factory puts it.
+        check_teacher: Load and measure the teacher even if nothing is missing.
+        on_nonfinite: ``error``, or ``drop``: mask rows whose boundaries are not finite.
+        locked: Compare with the lock file beside the recipe; see ``BuildReport.locked``.
+        dry_run: Only plan.
+        explain: Fill ``BuildReport.explain``.
+        progress: Called as the build goes on, from this thread.
+        stop: Asked before each shard whether to end.
+        circumstance: Further fields of the record: ``command``, ``ci``, ``message``, …
+
+    Returns:
+        What was done.
+
+    Raises:
+        Invalid: for a recipe, a batch or a capture that makes no sense.
+        Refused: if the data or the teacher is not what an earlier build measured under the same pins.
+        NonFinite, NoSpace, Conflict, Interrupted: as they say; what is durable stays, and a rerun goes on from there.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe)
+    if on_nonfinite not in POLICIES:
+        raise Invalid(f"on_nonfinite is {on_nonfinite!r}", hint=f"one of {', '.join(POLICIES)}")
+    if worker is not None and not 0 <= worker[0] < worker[1]:
+        raise Invalid(f"there is no worker {worker[0]} of {worker[1]}", hint="workers count from 0: 0/4 … 3/4")
+    if ref == DEFAULT_REF:
+        ref = recipe.name if limit is None else None
+    options = Options(
+        ref=ref if worker is None else None, limit=limit, worker=worker, devices=tuple(devices),
+        check_teacher=check_teacher, on_nonfinite=on_nonfinite, explain=explain,
+        progress=progress or (lambda _: None), stop=stop or (lambda: False), circumstance=dict(circumstance or {}),
+    )  # fmt: skip
+    lock = _lock_of(recipe, ref) if locked else None
+    if lock is not None and store.objects.stat(lock.snapshot, "meta") is not None:
+        return _present(store, lock, ref)
+    if dry_run:
+        return _dry(store, recipe, options)
+    with store.writing(f"build {recipe.name}"[:100]) as session:
+        return _Build(session, recipe, options, lock).run()
+
+
+# ---- doing ----
+
+
+class _Build:
+    """One build, from plan to ref; what it is in the middle of."""
+
+    def __init__(self, session: Session, recipe: Recipe, options: Options, lock: lockfile.Locked | None) -> None:
+        self.session = session
+        self.store = session.store
+        self.recipe = recipe
+        self.options = options
+        self.lock = lock
+        self.began = time.perf_counter()
+        # The ref as it is now: if it has moved when this build publishes, somebody else's work would be hidden.
+        self.expect = self.store.refs.get(options.ref, "head") if options.ref else None
+        self.found: list[list[Action | None]] = []
+        self.built: set[tuple[int, int]] = set()
+        self.new_bytes = 0
+        self.rows = 0
+        self.follow: BuildFile | None = None
+        self.followed = 0
+        self.remembered = False
+        self.prepared: Prepared
+
+    def run(self) -> BuildReport:
+        self.prepared = prepared = prepare(self.store, self.recipe, self.options, session=self.session)
+        plan = prepared.plan
+        why = _explain(self.store, plan, self.expect) if self.options.explain else ()
+        self.found = [list(actions) for actions in plan.found]
+        tasks = tasks_of(plan, self.options.worker)
+        run = Run(
+            session=self.session, source=prepared.source, inputs=prepared.inputs, limit=self.options.limit,
+            finish=self._durable, refresh=self._adopt, stop=self.options.stop, tick=self._tick(tasks),
+            constants={constant.name: constant.blob.raw for constant in prepared.constants},
+        )  # fmt: skip
+        try:
+            if tasks:
+                self.store.check_space(_known_bytes(plan, tasks))
+                run_tasks(run, tasks)
+            prepared.source.close()
+            self._remember()
+            if self.options.worker is not None:
+                return self._report(run, None, why)
+            self.options.progress(Progress("publishing"))
+            return self._publish(run, why)
+        finally:
+            if self.follow is not None:
+                self.follow.close()
+
+    def _tick(self, tasks: Sequence[Task]) -> Callable[[int, int], None]:
+        total = sum(task.shard.rows for task in tasks)
+        handed = 0
+
+        def tick(rows: int, size: int) -> None:
+            nonlocal handed
+            self.rows += rows
+            handed += size
+            build = self.session.uuid if self.follow is not None else ""
+            self.options.progress(Progress("shards", self.rows, total, handed, build))
+
+        return tick
+
+    def _tag(self, column: int) -> str:
+        plan = self.prepared.plan
+        return platform_tag(plan.platform if plan.columns[column].source == "teacher" else ANY_PLATFORM)
+
+    def _places(self, task: Task | Captured) -> list[int]:
+        place = {wanted.name: at for at, wanted in enumerate(self.prepared.plan.columns)}
+        return [place[wanted.name] for wanted in task.wanted]
+
+    def _adopt(self, task: Task) -> Task:
+        """What another build has made of this shard since the plan is taken from it."""
+        plan, shard, left = self.prepared.plan, task.shard.index, []
+        for column in self._places(task):
+            action = self.store.memos.action(plan.keys[column][shard], self._tag(column))
+            if action is not None and self.session.reserve([action.blob]) == [True]:
+                self.found[column][shard] = action
+            else:
+                left.append(plan.columns[column])
+        if not left:
+            self._tell()
+        return Task(task.shard, tuple(left))
+
+    def _durable(self, captured: Captured) -> None:
+        """A whole shard: first its blobs in one go, then its actions, then the entry for followers."""
+        shard, plan = captured.shard, self.prepared.plan
+        self._refuse_nonfinite(captured)
+        # 1. blobs: finished, reserved, placed
+        stored = captured.draft.keep()
+        # 2. their names
+        self.session.sync()
+        # 3. what they were made with and of
+        self._remember()
+        if captured.left_out.rows:
+            rows = sorted(captured.left_out.rows)
+            value = {
+                "kind": "left-out",
+                "rows": pack_u64([row - shard.first_row for row in rows]),
+                "reasons": [captured.left_out.rows[row] for row in rows],
+            }
+            self.store.memos.put_measurement(left_out_key(extractor_stem(plan), shard), value)
+        by_teacher = sum(wanted.source == "teacher" for wanted in captured.wanted) or 1
+        for column, each in zip(self._places(captured), stored, strict=True):
+            teachers = plan.columns[column].source == "teacher"
+            action = Action(
+                key=plan.keys[column][shard.index],
+                blob=each.blob,
+                rows=each.rows,
+                dtype=each.column.dtype,
+                shape=each.column.shape,
+                platform=plan.platform if teachers else ANY_PLATFORM,
+                nonfinite=each.nonfinite,
+                statistics=each.statistics,
+                seconds=captured.seconds / by_teacher if teachers else 0.0,
+            )
+            self._settle(column, shard.index, action)
+            self.new_bytes += each.blob.size
+        # 4. followers
+        self._tell()
+
+    def _settle(self, column: int, shard: int, action: Action) -> None:
+        """Keep the action; a builder that loses a race adopts the winner's, after reserving it."""
+        winner = self.store.memos.action(action.key, self._tag(column))
+        lost = winner is not None and winner.blob != action.blob and self.session.reserve([winner.blob]) == [True]
+        if winner is None or not lost:
+            self.store.memos.put_action(action, self._tag(column))
+            winner = action
+        self.found[column][shard] = winner
+        self.built.add((column, shard))
+
+    def _refuse_nonfinite(self, captured: Captured) -> None:
+        if self.options.on_nonfinite == "drop":
+            return
+        bad = captured.draft.check()
+        for wanted in captured.wanted:
+            if wanted.role == "boundary" and wanted.name in bad:
+                rows, shown = bad[wanted.name]
+                captured.draft.discard()
+                first = captured.shard.first_row
+                raise nonfinite_error({first + row: f"{wanted.name} is not finite" for row in rows}, shown=shown)
+
+    def _remember(self) -> None:
+        """Keep what was measured: rows, teacher, trajectory."""
+        if self.remembered:
+            return
+        prepared, memos = self.prepared, self.store.memos
+        if prepared.data.grows:
+            for page in prepared.data.pages:
+                self.session.put_meta("page", page.encode())
+            self.session.put_meta("page", prepared.data.root.encode())
+            self.session.sync()
+            memos.put_measurement(prepared.data.key, prepared.data.value())
+        if prepared.source.measurement is not None:
+            memos.put_measurement(prepared.source.memo.key, prepared.source.measurement)
+        if prepared.trajectory is not None:
+            key, value = prepared.trajectory
+            if memos.measurement(key) is None:
+                memos.put_measurement(key, value)
+        self.remembered = True
+
+    def _tell(self) -> None:
+        """Tell followers of each shard that is durable with all before it."""
+        if self.options.worker is not None:
+            return
+        plan = self.prepared.plan
+        while self.followed < len(plan.shards):
+            actions = [mine[self.followed] for mine in self.found]
+            if None in actions:
+                return
+            whole = [action for action in actions if action is not None]
+            if self.follow is None:
+                columns = [
+                    wanted.column(action.dtype, action.shape)
+                    for wanted, action in zip(plan.columns, whole, strict=True)
+                ]
+                self.follow = self.store.memos.start_build(self.session.uuid, self._head(columns))
+            shard = plan.shards[self.followed]
+            self.follow.append(Shard(whole[0].rows, shard.inputs, tuple(action.blob for action in whole)))
+            self.followed += 1
+
+    def _head(self, columns: Sequence[Column]) -> dict[str, Any]:
+        plan = self.prepared.plan
+        return {
+            "kind": "build",
+            "pins": {"teacher": plan.pins.teacher, "data": plan.pins.data, "capture": plan.pins.capture},
+            "data": plan.pins.data["digest"],
+            "columns": [column.as_value() for column in columns],
+            "constants": [constant.as_value() for constant in self.prepared.constants],
+            "cut": self.recipe.storage.batches_per_shard,
+            "total_rows": self.prepared.inputs.rows,
+            "total_shards": len(plan.shards),
+        }
+
+    def _publish(self, run: Run, why: tuple[Why, ...]) -> BuildReport:
+        prepared = self.prepared
+        plan = replace(prepared.plan, found=tuple(tuple(mine) for mine in self.found))
+        cut = self.recipe.storage.batches_per_shard
+        left_out = left_out_rows(self.store, plan) if prepared.source.extractor is not None else {}
+        assembled = assemble(
+            plan, prepared.data.tree, prepared.constants, left_out, cut=cut, on_nonfinite=self.options.on_nonfinite
+        )
+        recipe = digest_of_recipe(self.recipe, assembled.snapshot, self.options)
+        locked = _compare(self.store, self.lock, assembled, recipe) if self.lock else None
+        # A build that was to reproduce a locked snapshot and did not moves no ref.
+        ref = self.options.ref if locked in {None, "same"} else None
+        record = record_of(
+            self.store, assembled, plan, recipe, parent=self.expect, durations=self._seconds(run),
+            circumstance={**self.options.circumstance, "drop": self.options.on_nonfinite == "drop"},
+        )  # fmt: skip
+        publish(self.session, assembled, ref=ref, expect=self.expect, record=record)
+        if self.follow is not None:
+            self.follow.finish(assembled.digest)
+        report = self._report(run, assembled, why)
+        return replace(report, recipe=recipe, ref=ref, locked=locked)
+
+    def _seconds(self, run: Run) -> dict[str, float]:
+        return {
+            "inputs": self.prepared.inputs.seconds,
+            "teacher": run.teacher_seconds + run.source.seconds,
+            "store": run.store_seconds,
+            "total": time.perf_counter() - self.began,
+        }
+
+    def _report(self, run: Run, assembled: Assembled | None, why: tuple[Why, ...]) -> BuildReport:
+        plan, source = self.prepared.plan, self.prepared.source
+        shards = [s.index for s in plan.shards if self.options.worker is None or _mine(s, self.options.worker)]
+        built_shards, built_columns = {s for _, s in self.built}, {c for c, _ in self.built}
+        total = assembled.total_bytes if assembled else sum(
+            action.blob.size for mine in self.found for action in mine if action is not None
+        )  # fmt: skip
+        samples = assembled.snapshot.samples if assembled else sum(plan.shards[s].rows for s in shards)
+        return BuildReport(
+            snapshot=assembled.digest if assembled else None,
+            recipe=None,
+            pins=plan.pins.digest(),
+            ref=None,
+            samples=samples,
+            teacher=source.identity.certainty if source.identity else "unknown",
+            teacher_loaded=source.loaded,
+            shards_built=len(built_shards),
+            shards_reused=len(shards) - len(built_shards),
+            columns_built=len(built_columns),
+            columns_reused=len(plan.columns) - len(built_columns),
+            new_bytes=self.new_bytes,
+            total_bytes=total,
+            seconds=self._seconds(run),
+            explain=why,
+            dropped=len(assembled.dropped.masked) + len(assembled.dropped.left_out) if assembled else 0,
+        )
+
+
+def _mine(shard: ShardInputs, worker: tuple[int, int]) -> bool:
+    return shard.index % worker[1] == worker[0]
+
+
+def left_out_rows(store: Store, plan: BuildPlan) -> dict[int, str]:
+    """All rows that the extractor left out: stream index → reason."""
+    result: dict[int, str] = {}
+    for shard in plan.shards:
+        action = plan.found[0][shard.index]
+        if action is not None and action.rows < shard.rows:
+            result |= left_out_of(store, plan, shard) or {}
+    return result
+
+
+def digest_of_recipe(recipe: Recipe, snapshot: Snapshot, options: Options) -> Digest:
+    """The recipe digest of a snapshot that a recipe gave."""
+    return recipe_digest(
+        snapshot.pins, snapshot.columns, cut=recipe.storage.batches_per_shard, on_nonfinite=options.on_nonfinite,
+        limit=options.limit, constants=recipe.capture.constants,
+    )  # fmt: skip
+
+
+def _known_bytes(plan: BuildPlan, tasks: Sequence[Task]) -> int:
+    """Bytes that the missing blobs will have, as far as their columns are known."""
+    known = dict(zip((wanted.name for wanted in plan.columns), plan.known_columns(), strict=True))
+    total = 0
+    for task in tasks:
+        for wanted in task.wanted:
+            column = known[wanted.name]
+            if column is not None:
+                total += layout_of_column(column, rows=task.shard.rows, tokens=task.shard.tokens).file_size
+    return total
+
+
+# ---- planning only, and locks ----
+
+
+def _dry(store: Store, recipe: Recipe, options: Options) -> BuildReport:
+    began = time.perf_counter()
+    prepared = prepare(store, recipe, options, session=None)
+    plan, source = prepared.plan, prepared.source
+    before = store.refs.get(options.ref, "head") if options.ref else None
+    tasks = tasks_of(plan, options.worker)
+    built = len(tasks) if plan.columns else len(plan.shards)  # what an extractor gives is not known before it has run
+    shards = [s for s in plan.shards if options.worker is None or _mine(s, options.worker)]
+    columns = {wanted.name for task in tasks for wanted in task.wanted}
+    seconds = time.perf_counter() - began
+    kept = sum(action.blob.size for mine in plan.found for action in mine if action is not None)
+    new = _known_bytes(plan, tasks)
+    return BuildReport(
+        snapshot=None, recipe=None, pins=plan.pins.digest() if source.identity else None, ref=options.ref,
+        samples=prepared.inputs.rows, teacher=source.identity.certainty if source.identity else "unknown",
+        teacher_loaded=False, shards_built=built, shards_reused=len(shards) - built,
+        columns_built=len(columns), columns_reused=len(plan.columns) - len(columns), new_bytes=new,
+        total_bytes=kept + new, explain=_explain(store, plan, before, known=source.identity is not None)
+        if options.explain else (),
+        seconds={"inputs": prepared.inputs.seconds, "teacher": 0.0, "store": 0.0, "total": seconds},
+    )  # fmt: skip
+
+
+def _explain(store: Store, plan: BuildPlan, before: Digest | None, *, known: bool = True) -> tuple[Why, ...]:
+    snapshot = store.snapshot(before) if before and store.objects.stat(before, "meta") else None
+    record = store.record_of(before) if before and snapshot else None
+    inputs = [shard.inputs for shard in store.shards(snapshot)] if snapshot else []
+    lines = explained(plan, snapshot, record, inputs)
+    if known:
+        return tuple(lines)
+    by_teacher = {wanted.name for wanted in plan.columns if wanted.source == "teacher"}
+    reason = "the teacher has to be loaded to be known: it is new, or its files or its code changed"
+    return tuple(replace(why, reason=reason) if why.column in by_teacher else why for why in lines)
+
+
+def _lock_of(recipe: Recipe, ref: str | None) -> lockfile.Locked:
+    path = recipe.directory / lockfile.FILE_NAME
+    return lockfile.section(path if path.is_file() else None, ref or recipe.name, recipe.directory)
+
+
+def _present(store: Store, lock: lockfile.Locked, ref: str | None) -> BuildReport:
+    snapshot = store.snapshot(lock.snapshot)
+    root = store.root(snapshot)
+    total = sum(sum(all_u64(packed)) for packed in root.column_bytes)
+    return BuildReport(
+        snapshot=lock.snapshot, recipe=lock.recipe, pins=snapshot.pins.digest(), ref=ref, samples=snapshot.samples,
+        teacher="measured", teacher_loaded=False, shards_built=0, shards_reused=sum(all_u64(root.shards)),
+        columns_built=0, columns_reused=len(snapshot.columns), new_bytes=0, total_bytes=total,
+        seconds={"inputs": 0.0, "teacher": 0.0, "store": 0.0, "total": 0.0}, locked="present",
+    )  # fmt: skip
+
+
+def _compare(store: Store, lock: lockfile.Locked, assembled: Assembled, recipe: Digest) -> str:
+    """Whether the locked snapshot came out, and why not."""
+    if assembled.digest == lock.snapshot:
+        return "same"
+    if assembled.snapshot.pins.digest() != lock.pins:
+        before = store.snapshot(lock.snapshot) if store.objects.stat(lock.snapshot, "meta") else None
+        names = ", ".join(pin_changes(before.pins, assembled.snapshot.pins)) if before else ""
+        return f"other pins than the locked ones{': ' + names if names else ''}"
+    if lock.recipe is not None and lock.recipe != recipe:
+        return "the same pins, another recipe: columns, cut, limit, drop policy or constants"
+    return "the same pins and recipe, other bytes: another platform, or a teacher that is not reproducible"

@@ -1,0 +1,416 @@
+"""The plan of a build, a value: its shards, their keys, and which of them the store already holds.
+
+Each column of each shard is a function of what its key is made of. The part of a key that a column's shards share is
+hashed once (its *stem*); a shard adds the digests of its batches. Planning reads no blob and loads no teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+from zgstore.building.inputs import START, Inputs
+from zgstore.building.recipe import Recipe
+from zgstore.building.rows import ID
+from zgstore.format import canonical
+from zgstore.format.digest import Digest, digest_of
+from zgstore.format.manifest import Action, Column, Pins, Record, Snapshot
+from zgstore.storage.memos import platform_tag
+from zgstore.storage.store import Store
+
+Source = Literal["teacher", "inputs"]
+
+# A column that is a function of the inputs alone is the same on every platform.
+ANY_PLATFORM: Final[Mapping[str, str]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherIdentity:
+    """Which teacher it is, as far as a key needs to know.
+
+    Args:
+        measured: 32 bytes over what it is made of.
+        sources: 32 bytes over the sources of its classes.
+        arithmetic: How it computes.
+        platform: What it computes on.
+        certainty: ``measured``, or ``declared`` where only its pins and sources were found again.
+    """
+
+    measured: bytes
+    sources: bytes
+    arithmetic: Mapping[str, Any]
+    platform: Mapping[str, str]
+    certainty: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """What an extractor gives, as its first batch showed it.
+
+    Args:
+        columns: (name, role, depth) in the snapshot's order.
+        constants: Names.
+    """
+
+    columns: tuple[tuple[str, str, int | None], ...]
+    constants: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A column that the recipe asks for.
+
+    Args:
+        name: Its name; the hook point where there is one.
+        role: ``boundary``, ``output`` or ``context``.
+        depth: Order among the boundaries; None for other roles.
+        dtype: Safetensors name of what is stored; None: as it comes.
+        codec: ``raw`` or ``int8``.
+        source: ``teacher``, or ``inputs`` where it is a function of the batches alone.
+        known: The column, where it is known before anything has run.
+        parts: What its keys are made of beside the batches.
+        stem: 32 bytes over ``parts``.
+    """
+
+    name: str
+    role: str
+    depth: int | None
+    dtype: str | None
+    codec: str
+    source: Source
+    known: Column | None
+    parts: Mapping[str, Any]
+    stem: bytes
+
+    def column(self, dtype: str, shape: tuple[int | None, ...]) -> Column:
+        """The column, once its dtype and shape are known."""
+        return Column(self.name, self.role, dtype, self.codec, shape, self.depth)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInputs:
+    """A shard as the inputs define it.
+
+    Args:
+        index: Its place in the snapshot.
+        first_batch: Its first batch.
+        batches: How many it has; ``cut`` except perhaps in the last.
+        rows: Their rows; an extractor may leave some out.
+        tokens: Sum of their lengths; 0 without a ragged rule.
+        first_row: Stream index of its first row.
+        joined: The batches' digests, 32 bytes each.
+        joined_ids: The digests of their ids, 32 bytes each.
+        inputs: Digest of ``joined``: the row of the leaf page.
+    """
+
+    index: int
+    first_batch: int
+    batches: int
+    rows: int
+    tokens: int
+    first_row: int
+    joined: bytes
+    joined_ids: bytes
+    inputs: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class BuildPlan:
+    """What a build would do.
+
+    Args:
+        pins: Of the snapshot that comes out.
+        columns: In the snapshot's order.
+        shards: In the stream's order.
+        keys: By column and shard.
+        found: By column and shard: the action that is used; None: a miss.
+        platform: The teacher's.
+        recipe: The recipe digest needs the columns' shapes, and is made when they are known.
+    """
+
+    pins: Pins
+    columns: tuple[Wanted, ...]
+    shards: tuple[ShardInputs, ...]
+    keys: tuple[tuple[Digest, ...], ...]
+    found: tuple[tuple[Action | None, ...], ...]
+    platform: Mapping[str, str]
+
+    def missing(self, shard: int) -> tuple[int, ...]:
+        """The columns (by place) that shard ``shard`` lacks."""
+        return tuple(c for c, actions in enumerate(self.found) if actions[shard] is None)
+
+    def tasks(self) -> Iterator[tuple[ShardInputs, tuple[int, ...]]]:
+        """The shards that lack something, and what."""
+        for shard in self.shards:
+            if missing := self.missing(shard.index):
+                yield shard, missing
+
+    def needs_teacher(self) -> bool:
+        """Whether anything is missing that only the teacher can make."""
+        return any(
+            None in actions for wanted, actions in zip(self.columns, self.found, strict=True)
+            if wanted.source == "teacher"
+        )  # fmt: skip
+
+    def known_columns(self) -> list[Column | None]:
+        """Each column as inputs or actions tell it; None where nothing has been stored yet."""
+        result: list[Column | None] = []
+        for wanted, actions in zip(self.columns, self.found, strict=True):
+            action = next((action for action in actions if action is not None), None)
+            result.append(wanted.known or (wanted.column(action.dtype, action.shape) if action else None))
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """One line of ``--explain``.
+
+    Args:
+        column: Its name.
+        shard: Its index.
+        hit: Whether the store has it.
+        reason: Why not; empty for a hit.
+    """
+
+    column: str
+    shard: int
+    hit: bool
+    reason: str
+
+
+def shards_of(inputs: Inputs, cut: int) -> tuple[ShardInputs, ...]:
+    """The stream cut into shards of ``cut`` whole batches."""
+    result: list[ShardInputs] = []
+    for first in range(0, len(inputs.batches), cut):
+        batches = inputs.batches[first : first + cut]
+        joined = b"".join(batch.digest for batch in batches)
+        result.append(
+            ShardInputs(
+                index=len(result),
+                first_batch=first,
+                batches=len(batches),
+                rows=sum(batch.rows for batch in batches),
+                tokens=sum(batch.tokens for batch in batches),
+                first_row=batches[0].first,
+                joined=joined,
+                joined_ids=b"".join(batch.ids for batch in batches),
+                inputs=digest_of("batch", joined),
+            )
+        )
+    return tuple(result)
+
+
+def ragged_pin(recipe: Recipe) -> dict[str, Any] | None:
+    """The ragged rule as the pins hold it."""
+    capture = recipe.capture
+    return None if capture.lengths is None else {"lengths": capture.lengths, "sequence": sorted(capture.sequence)}
+
+
+def columns_of(
+    recipe: Recipe, inputs: Inputs, teacher: TeacherIdentity, *, extractor: Mapping[str, Any] | None = None,
+    trajectory: Trajectory | None = None,
+) -> tuple[Wanted, ...]:  # fmt: skip
+    """The columns in the snapshot's order: boundaries by depth, outputs, context, ``id`` and ``start``.
+
+    Args:
+        recipe: Who asks.
+        inputs: For the context columns.
+        teacher: Who answers.
+        extractor: The extractor's pin; None for hook points.
+        trajectory: What the extractor gives.
+    """
+    capture = recipe.capture
+    by_teacher = {"teacher": teacher.measured, "sources": teacher.sources, "arithmetic": teacher.arithmetic}
+    if extractor is None:
+        listed: list[tuple[str, str, int | None]] = [(n, "boundary", at) for at, n in enumerate(capture.boundaries)]
+        listed += [(name, "output", None) for name in capture.outputs]
+    else:
+        listed = list(trajectory.columns) if trajectory else []
+    result: list[Wanted] = []
+    for name, role, depth in listed:
+        stored = recipe.storage.of(name)
+        dtype = stored.dtype if role == "boundary" or name in recipe.storage.columns else None
+        parts: dict[str, Any] = {
+            **by_teacher, "name": name, "dtype": dtype, "codec": stored.codec, "ragged": ragged_pin(recipe),
+            **({"extractor": extractor} if extractor else {"point": name, "inputs": _inputs_pin(recipe)}),
+        }  # fmt: skip
+        if extractor is None:
+            # A boundary always has the sequence axis: which context has it too is no part of its key.
+            parts["ragged"] = capture.lengths if role == "boundary" else [capture.lengths, name in capture.sequence]
+        result.append(_wanted(Wanted(name, role, depth, dtype, stored.codec, "teacher", None, parts, b"")))
+    for column in inputs.context:
+        ragged = capture.lengths if column.ragged or column.name == START else None
+        parts = {"name": column.name, "context": True, "ragged": ragged}
+        result.append(_wanted(Wanted(column.name, "context", None, None, "raw", "inputs", column, parts, b"")))
+    return tuple(result)
+
+
+def _wanted(wanted: Wanted) -> Wanted:
+    """The column with its stem."""
+    return replace(wanted, stem=digest_of("action", canonical.encode(wanted.parts)).raw)
+
+
+def _inputs_pin(recipe: Recipe) -> list[str] | None:
+    return None if recipe.capture.inputs is None else list(recipe.capture.inputs)
+
+
+def keys_of(wanted: Wanted, shards: Sequence[ShardInputs]) -> tuple[Digest, ...]:
+    """The action keys of a column, one for each shard."""
+    return tuple(
+        digest_of("action", canonical.encode({"column": wanted.stem, "batches": _batches_part(wanted, shard)}))
+        for shard in shards
+    )
+
+
+def _batches_part(wanted: Wanted, shard: ShardInputs) -> bytes:
+    # Ids are in the key of the column `id` alone: the states do not depend on what a row is called.
+    if wanted.name != ID or wanted.role != "context":
+        return shard.joined
+    return shard.joined_ids if wanted.source == "inputs" else shard.joined + shard.joined_ids
+
+
+def capture_pin(recipe: Recipe, teacher: TeacherIdentity, extractor: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The capture as the snapshot pins it."""
+    pin: dict[str, Any] = {"ragged": ragged_pin(recipe), "arithmetic": dict(teacher.arithmetic)}
+    if extractor is not None:
+        pin["extractor"] = dict(extractor)
+        return pin
+    pin |= {"boundaries": list(recipe.capture.boundaries), "outputs": list(recipe.capture.outputs)}
+    if recipe.capture.inputs is not None:
+        pin["inputs"] = list(recipe.capture.inputs)
+    return pin
+
+
+def make_plan(
+    store: Store, pins: Pins, columns: tuple[Wanted, ...], shards: tuple[ShardInputs, ...], platform: Mapping[str, str]
+) -> BuildPlan:
+    """Look every key up.
+
+    An action of this platform is taken first; for the shards that are then missing, another platform's, if it has
+    them all: two platforms may round differently, so they are mixed as little as can be.
+    """
+    keys = tuple(keys_of(wanted, shards) for wanted in columns)
+    found = []
+    for wanted, column_keys in zip(columns, keys, strict=True):
+        own = platform_tag(platform if wanted.source == "teacher" else ANY_PLATFORM)
+        found.append(look_up(store, column_keys, own))
+    return BuildPlan(pins, columns, shards, keys, tuple(found), platform)
+
+
+def look_up(store: Store, keys: Sequence[Digest], own: str) -> tuple[Action | None, ...]:
+    """The actions under ``keys``: those of platform tag ``own``, the rest from one other that has all of it."""
+    memos = store.memos
+    actions = [memos.action(key, own) for key in keys]
+    missing = [at for at, action in enumerate(actions) if action is None]
+    others: set[str] = set(memos.action_platforms(keys[missing[0]])) - {own} if missing else set()
+    for at in missing[1:]:
+        if not others:
+            break
+        others &= set(memos.action_platforms(keys[at]))
+    for tag in sorted(others):
+        theirs = [memos.action(keys[at], tag) for at in missing]
+        if all(action is not None for action in theirs):
+            for at, action in zip(missing, theirs, strict=True):
+                actions[at] = action
+            break
+    return tuple(actions)
+
+
+def pin_changes(before: Pins, after: Pins) -> dict[str, tuple[Any, Any]]:
+    """Each pin (dotted) that differs, with both values."""
+    flat_before, flat_after = dict(_flat(before)), dict(_flat(after))
+    return {
+        name: (flat_before.get(name), flat_after.get(name))
+        for name in sorted({*flat_before, *flat_after})
+        if flat_before.get(name) != flat_after.get(name)
+    }
+
+
+def _flat(pins: Pins) -> Iterator[tuple[str, Any]]:
+    for name in ("teacher", "data", "capture"):
+        yield from _flatten(name, getattr(pins, name))
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key in value:
+            yield from _flatten(f"{name}.{key}", value[key])
+    else:
+        yield name, list(value) if isinstance(value, tuple) else value
+
+
+def explain(
+    plan: BuildPlan, before: Snapshot | None, record: Record | None, inputs_before: Sequence[Digest]
+) -> Iterator[Why]:
+    """Hit or miss for each column and shard, and for a miss the pin that changed.
+
+    Args:
+        plan: What would be done.
+        before: The snapshot that the ref names now, if any.
+        record: Its record, which keeps what its keys were made of.
+        inputs_before: The digests of its shards' inputs.
+    """
+    keys = (record.fields.get("keys") if record else None) or {}
+    for wanted, actions in zip(plan.columns, plan.found, strict=True):
+        changed = _column_change(wanted, before, keys.get(wanted.name))
+        for shard, action in zip(plan.shards, actions, strict=True):
+            reason = "" if action else changed or _shard_change(plan, shard, before, inputs_before)
+            yield Why(wanted.name, shard.index, action is not None, reason)
+
+
+def _column_change(wanted: Wanted, before: Snapshot | None, keys: Any) -> str:
+    if before is None:
+        return "never built"
+    if wanted.name not in {column.name for column in before.columns}:
+        return "new column"
+    if not isinstance(keys, Mapping):
+        return ""
+    now = dict(_flatten("", canonical.decode(canonical.encode(wanted.parts))))
+    then = dict(_flatten("", keys))
+    changed = [name.lstrip(".") for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
+    return f"changed: {', '.join(_PART_NAMES.get(name, name) for name in changed)}" if changed else ""
+
+
+_PART_NAMES: Final = {
+    "teacher": "teacher.measured",
+    "sources": "source code of the teacher's classes",
+    "ragged": "ragged rule",
+    "point": "hook point",
+    "inputs": "capture.inputs",
+}
+
+
+def _shard_change(plan: BuildPlan, shard: ShardInputs, before: Snapshot | None, inputs: Sequence[Digest]) -> str:
+    if before is None:
+        return "never built"
+    if shard.index >= len(inputs):
+        return "new rows"
+    if inputs[shard.index] == shard.inputs:
+        return "its blob or its action is gone"
+    changes = pin_changes(before.pins, plan.pins)
+    named = [name for name in changes if name.startswith("data.") and name != "data.digest"]
+    if named:
+        return f"changed: {', '.join(named)}"
+    return "changed: cut" if len(changes) == 0 else "changed: the rows or their padding"
+
+
+def recipe_digest(
+    pins: Pins, columns: Sequence[Column], *, cut: int, on_nonfinite: str, limit: int | None, constants: Sequence[str]
+) -> Digest:
+    """The recipe digest: pins, columns, cut, drop policy, limit and constants."""
+    value = {
+        "pins": pins.digest().raw,
+        "columns": [column.as_value() for column in columns],
+        "cut": cut,
+        "drop": on_nonfinite == "drop",
+        "limit": limit,
+        "constants": sorted(constants),
+    }
+    return digest_of("recipe", canonical.encode(value))
+
+
+def left_out_key(extractor_stem: bytes, shard: ShardInputs) -> Digest:
+    """Where it is kept which rows an extractor left out of a shard."""
+    value = {"kind": "left-out", "extractor": extractor_stem, "batches": shard.joined}
+    return digest_of("measurement", canonical.encode(value))
