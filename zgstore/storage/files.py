@@ -12,10 +12,11 @@ import errno
 import functools
 import os
 import stat
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from zgstore.errors import Corrupt, Invalid, NoSpace, Transient, ZgError
 
@@ -25,14 +26,35 @@ _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLO
 
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
+_SENSELESS: Final = {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 READ_ONLY: Final = frozenset(_DENIED)
 
 _RENAME_NOREPLACE: Final = 1
+_COARSE: Final[int] = getattr(time, "CLOCK_REALTIME_COARSE", time.CLOCK_REALTIME)
 _SYNC_FILE_RANGE_WRITE: Final = 2
 # Where two hosts see one file: LMDB must not run there. NFS, CIFS, SMB2, 9P, Ceph, Lustre, GPFS, BeeGFS, AFS, FUSE.
 _NETWORK: Final = {
     0x6969, 0xFF534D42, 0xFE534D42, 0x01021997, 0x00C36400, 0x0BD00BD0, 0x47504653, 0x19830326, 0x5346414F, 0x65735546,
 }  # fmt: skip
+
+
+class Stat(NamedTuple):
+    """What tells a file from every other, and from itself after a change: what its stamp is made of."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, entry: os.stat_result) -> Stat:
+        return cls(entry.st_dev, entry.st_ino, entry.st_size, entry.st_mtime_ns, entry.st_ctime_ns)
+
+    @property
+    def touched_seconds(self) -> float:
+        """When it was last written, renamed or changed: what ages are counted from."""
+        return max(self.mtime_ns, self.ctime_ns) / 1e9
 
 
 def fault(error: OSError, doing: str) -> ZgError:
@@ -45,15 +67,24 @@ def fault(error: OSError, doing: str) -> ZgError:
         return Invalid(why, hint="the store cannot be written here; check its mount, owner and policy", errno=number)
     if error.errno in {errno.EMFILE, errno.ENFILE}:
         return Transient(why, hint="raise `ulimit -n`, or use fewer workers", errno=number)
+    if error.errno in _SENSELESS:
+        return Invalid(why, hint="check the path: a part of it is no folder, or too long", errno=number)
     return Transient(why, hint="check the disk or the network, then rerun to resume", errno=number)
 
 
 @contextlib.contextmanager
-def faults(doing: str) -> Iterator[None]:
-    """Turn what the system says inside the block into typed errors."""
+def faults(doing: str, *, but_absence: bool = False) -> Iterator[None]:
+    """Turn what the system says inside the block into typed errors.
+
+    Args:
+        doing: What, for the message.
+        but_absence: Leave ``FileNotFoundError`` as it is: the caller says what it means.
+    """
     try:
         yield
     except OSError as error:
+        if but_absence and isinstance(error, FileNotFoundError):
+            raise
         raise fault(error, doing) from error
 
 
@@ -85,8 +116,8 @@ def directory(root: str | Path, *parts: str, make: int | None = None) -> Iterato
     handle = os.open(root, _DIRECTORY)
     try:
         for part in parts:
-            if make is not None:
-                make_directory(part, make, dir_fd=handle)
+            if make is not None and make_directory(part, make, dir_fd=handle):
+                os.fsync(handle)  # what is made durable below it must be found again
             try:
                 below = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
             except OSError as error:
@@ -217,6 +248,23 @@ def write_file(
                 os.unlink(temporary, dir_fd=tmp)
             raise
     return True
+
+
+def clock(root: Path) -> float:
+    """The file system's time: what it stamps a file with that is touched now; where none can be, this host's."""
+    with contextlib.suppress(OSError, ZgError), directory(root, "locks") as folder:
+        handle = os.open("store", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            os.utime(handle)
+            return os.fstat(handle).st_mtime
+        finally:
+            os.close(handle)
+    return host_time()
+
+
+def host_time() -> float:
+    """This host's time as its kernel stamps files: another clock would run ahead of it."""
+    return time.clock_gettime(_COARSE)
 
 
 @functools.cache

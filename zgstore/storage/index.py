@@ -21,8 +21,8 @@ import lmdb
 
 from zgstore.errors import ZgError
 from zgstore.format.digest import Digest, digest_of
-from zgstore.storage.files import directory, listing, make_directory, on_network, remove_tree
-from zgstore.storage.objects import FAMILIES, Stat
+from zgstore.storage.files import Stat, directory, listing, make_directory, on_network, remove_tree
+from zgstore.storage.names import FAMILIES
 
 STAMP_SECONDS: Final = 30 * 86400
 SETTLE_SECONDS: Final = 2.0  # a change within the clock's step of the last one would not show in the ctime
@@ -155,14 +155,17 @@ class Index:
         with _one_at_a_time, contextlib.suppress(OSError, ZgError):
             if not (self.path / "data.mdb").exists():
                 return None
+            damaged = False
             with self._alone(exclusive=False):
                 if self._is_ours():
-                    with contextlib.suppress(lmdb.Error), _open(self.path, 0, readonly=True) as tables:
-                        return work(tables)
-            if os.access(self._store / "objects", os.W_OK):
-                with self._alone(exclusive=True):
-                    if not self._is_ours():
-                        self._remove()
+                    try:
+                        with _open(self.path, 0, readonly=True) as tables:
+                            return work(tables)
+                    except lmdb.Error:
+                        damaged = True
+            with self._alone(exclusive=True):
+                if damaged or not self._is_ours():
+                    self._remove()
         return None
 
     def _writing(self, table: str, rows: Sequence[tuple[bytes, bytes | None]]) -> None:

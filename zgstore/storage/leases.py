@@ -10,7 +10,6 @@ import contextlib
 import os
 import socket
 import threading
-import time
 import uuid as uuids
 import weakref
 from collections.abc import Iterable
@@ -22,14 +21,13 @@ from zgstore.errors import Corrupt, Invalid, ZgError
 from zgstore.format import canonical
 from zgstore.format.digest import DIGEST_BYTES, Digest
 from zgstore.storage import locks
-from zgstore.storage.files import READ_ONLY, directory, fault, faults, listing, read_all, write_all
+from zgstore.storage.files import READ_ONLY, clock, directory, faults, host_time, listing, read_all, write_all
 
 TTL_SECONDS: Final = 3600
 REFRESH_SECONDS: Final = 60.0
 HEAD_BYTES: Final = 1024  # length, canonical msgpack, zeros: digests begin where they can be found even if it is torn
 WAIT_SECONDS: Final = 30.0
 _MAX_LEASE_BYTES: Final = 1 << 32
-_COARSE: Final[int] = getattr(time, "CLOCK_REALTIME_COARSE", time.CLOCK_REALTIME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,8 @@ class LeaseInfo:
 class Lease:
     """A lease that this process holds: one close-on-exec descriptor, refreshed by a thread of its own.
 
-    Closing it is the last thing a holder does. Forked children close theirs and hold nothing.
+    Closing it is the last thing a holder does; one that is forgotten closes itself, at the latest as the process ends.
+    Forked children close their descriptor and hold nothing.
     """
 
     def __init__(self, root: Path, uuid: str, handle: int) -> None:
@@ -70,54 +69,42 @@ class Lease:
         self._root = root
         self._handle = handle
         self._pid = os.getpid()
-        self._stop = threading.Event()
+        stop = threading.Event()
+        self._give_back = weakref.finalize(self, _give_back, root, uuid, handle, self._pid, stop)
         threading.Thread(
-            target=_refresh_each_minute, args=(weakref.ref(self), self._stop), name=f"lease-{uuid[:8]}", daemon=True
+            target=_refresh_each_minute, args=(weakref.ref(self), stop), name=f"lease-{uuid[:8]}", daemon=True
         ).start()
 
     def add(self, digests: Iterable[Digest]) -> None:
         """Name more digests, before looking whether they are there."""
+        self.add_raw(b"".join(digest.raw for digest in digests))
+
+    def add_raw(self, joined: bytes) -> None:
+        """The same for raw digests joined."""
         self._check_owner()
         with faults(f"writing the lease {self.uuid}"):
-            write_all(self._handle, b"".join(digest.raw for digest in digests))
+            write_all(self._handle, joined)
 
     def linked(self) -> bool:
         """Whether the lease's file is still the one we hold: if not, a collector took us for dead."""
         self._check_owner()
-        try:
-            with faults("looking at a lease"), directory(self._root, "leases") as folder:
-                try:
-                    named = os.stat(self.uuid, dir_fd=folder, follow_symlinks=False)
-                except FileNotFoundError:
-                    return False
-            held = os.fstat(self._handle)
-        except OSError as error:
-            raise fault(error, "looking at a lease") from error
-        return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
+        with faults("looking at a lease"):
+            return _is_linked(self._root, self.uuid, self._handle)
 
     def refresh(self) -> None:
         """Say that the holder lives."""
-        with contextlib.suppress(OSError):
-            if self._handle >= 0 and self._pid == os.getpid():
+        if not self.closed:
+            with contextlib.suppress(OSError):
                 os.utime(self._handle)
 
     @property
     def closed(self) -> bool:
         """Whether it was given back, or belongs to the process that this one was forked from."""
-        return self._handle < 0 or self._pid != os.getpid()
+        return not self._give_back.alive or self._pid != os.getpid()
 
     def close(self) -> None:
         """Give it back; harmless when repeated, and in a forked child."""
-        self._stop.set()
-        handle, self._handle = self._handle, -1
-        if handle < 0 or self._pid != os.getpid():
-            return
-        # Only our own file: another may have the name by now.
-        with contextlib.suppress(OSError, ZgError), directory(self._root, "leases") as folder:
-            named, held = os.stat(self.uuid, dir_fd=folder, follow_symlinks=False), os.fstat(handle)
-            if (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino):
-                os.unlink(self.uuid, dir_fd=folder)
-        locks.close_owned(handle)
+        self._give_back()
 
     def __enter__(self) -> Self:
         return self
@@ -125,16 +112,33 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_handle"):
-            self.close()
-
     def _check_owner(self) -> None:
         if self.closed:
             raise Invalid(
                 "this lease is closed, or was taken by the process that this one was forked from",
                 hint="open the store anew in each process",
             )
+
+
+def _is_linked(root: Path, uuid: str, handle: int) -> bool:
+    try:
+        with directory(root, "leases") as folder:
+            named = os.stat(uuid, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    held = os.fstat(handle)
+    return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
+
+
+def _give_back(root: Path, uuid: str, handle: int, pid: int, stop: threading.Event) -> None:
+    stop.set()
+    if pid != os.getpid():
+        return
+    with contextlib.suppress(OSError, ZgError):
+        # Only our own file: after we were taken for dead, another may have the name.
+        if _is_linked(root, uuid, handle):
+            (root / "leases" / uuid).unlink()
+    locks.close_owned(handle)
 
 
 def _refresh_each_minute(lease: weakref.ref[Lease], stop: threading.Event) -> None:
@@ -220,13 +224,10 @@ class Leases:
 
     def _look(self, folder: int, uuid: str, now: float) -> LeaseInfo:
         path = self.root / "leases" / uuid
-        with faults(f"looking at the lease {uuid}"):
-            try:
-                content = read_all(folder, uuid, path, limit_bytes=_MAX_LEASE_BYTES)
-                entry = os.stat(uuid, dir_fd=folder, follow_symlinks=False)
-                free = _lock_is_free(folder, uuid)
-            except FileNotFoundError as error:
-                raise FileNotFoundError(uuid) from error
+        with faults(f"looking at the lease {uuid}", but_absence=True):
+            content = read_all(folder, uuid, path, limit_bytes=_MAX_LEASE_BYTES)
+            entry = os.stat(uuid, dir_fd=folder, follow_symlinks=False)
+            free = _lock_is_free(folder, uuid)
         head = _parse_head(content)
         age = max(0.0, now - entry.st_mtime)
         alive = _alive(head, age, lock_free=free)
@@ -272,25 +273,6 @@ class Leases:
         return locks.locks_work(self.root)
 
 
-def clock(root: Path) -> float:
-    """The file system's time: what it stamps a file with that is touched now; where none can be, this host's."""
-    try:
-        with directory(root, "locks") as folder:
-            handle = os.open("store", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-            try:
-                os.utime(handle)
-                return os.fstat(handle).st_mtime
-            finally:
-                os.close(handle)
-    except (OSError, ZgError):
-        return _host_time()
-
-
-def _host_time() -> float:
-    # The kernel stamps files with its coarse clock; another would run ahead of it.
-    return time.clock_gettime(_COARSE)
-
-
 def _boot() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -324,7 +306,7 @@ def _head(purpose: str, ttl_seconds: int) -> bytes:
             "boot": _boot(),
             "pid": os.getpid(),
             "process_start": _process_start(os.getpid()),
-            "start": _host_time(),
+            "start": host_time(),
             "purpose": purpose[:100],
             "ttl_seconds": ttl_seconds,
         }

@@ -14,8 +14,8 @@ from zgstore.format import canonical
 from zgstore.format.digest import Digest, digest_of
 from zgstore.format.manifest import Action, decode_sealed, encode_sealed
 from zgstore.storage.builds import Build, BuildFile, parse_build, start_build_file
-from zgstore.storage.files import directory, faults, listing, make_directory, read_all, write_file
-from zgstore.storage.objects import PREFIXES
+from zgstore.storage.files import directory, faults, listing, read_all, write_file
+from zgstore.storage.names import PREFIXES
 
 TAG_DIGITS: Final = 12
 _MAX_ACTION_BYTES: Final = 16 << 20
@@ -189,11 +189,3 @@ class Memos:
         except FileNotFoundError:
             names = []
         yield names
-
-    def make_folders(self) -> None:
-        """Their folders, at init."""
-        for name in ("actions", "measurements", "builds"):
-            make_directory(self.root / name, self._dir_mode)
-        with directory(self.root, "actions") as folder:
-            for prefix in PREFIXES:
-                make_directory(prefix, self._dir_mode, dir_fd=folder)

@@ -3,89 +3,55 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import re
 import stat
 import threading
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from zgstore.errors import Corrupt, Missing, ZgError
+from zgstore.errors import Corrupt, Missing
 from zgstore.format import canonical
-from zgstore.format.digest import Digest, Hasher, digest_of
-from zgstore.storage.drafts import PIECE_BYTES, Draft
+from zgstore.format.digest import DIGEST_BYTES, Digest, Hasher, digest_of
+from zgstore.storage.drafts import Draft
 from zgstore.storage.files import (
+    Stat,
     directory,
     faults,
-    listing,
-    make_directory,
     not_regular,
     open_regular,
     read_all,
-    remove_tree,
     rename_new,
 )
+from zgstore.storage.names import FAMILIES, PREFIXES, foreign, names_in, packed_names, packed_names_in
+from zgstore.storage.trash import Trash, Trashed
 
-FAMILIES: Final = {"objects": ".safetensors", "meta": ".msgpack"}
+__all__ = ["FAMILIES", "META_KINDS", "PREFIXES", "Objects", "Stat", "Trashed"]
+
 META_KINDS: Final = ("page", "snapshot", "record")
-PREFIXES: Final = tuple(f"{byte:02x}" for byte in range(256))
+READ_BYTES: Final = 512 << 10  # a buffer that stays in the core's cache: larger ones read slower
 
-_HEX = re.compile(r"[0-9a-f]{64}")
-
-
-class Stat(NamedTuple):
-    """What a file's stamp is made of."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, entry: os.stat_result) -> Stat:
-        return cls(entry.st_dev, entry.st_ino, entry.st_size, entry.st_mtime_ns, entry.st_ctime_ns)
-
-    @property
-    def touched_seconds(self) -> float:
-        """When it was last written, renamed or changed: what ages are counted from."""
-        return max(self.mtime_ns, self.ctime_ns) / 1e9
+Trusted = Callable[[Digest, Stat], bool]
 
 
-class Trashed(NamedTuple):
-    """One object in the trash."""
-
-    epoch: str
-    family: str
-    digest: Digest
-    size: int
-
-
-Trusted = Callable[[Digest, str, Stat], bool]
-
-
-def nobody_trusts(_digest: Digest, _family: str, _stat: Stat) -> bool:
+def nobody_trusts(_digest: Digest, _stat: Stat) -> bool:
     """No stamp vouches for a file: it is rehashed."""
     return False
 
 
-class Objects:
+class Objects(Trash):
     """The two families of immutable files: blobs under ``objects/``, pages, snapshots and records under ``meta/``.
 
     Args:
         root: The store.
         file_mode: Permissions of an object: readable, never writable.
         dir_mode: Permissions of folders.
-        trusted: Whether a valid stamp vouches for a file that is already there.
+        trusted: Whether a valid stamp vouches for a blob that is already there.
     """
 
     def __init__(self, root: Path, *, file_mode: int, dir_mode: int, trusted: Trusted = nobody_trusts) -> None:
-        self.root = root
+        super().__init__(root, dir_mode=dir_mode)
         self._file_mode = file_mode
-        self._dir_mode = dir_mode
         self._trusted = trusted
         self._dirty: set[tuple[str, str]] = set()
         self._syncing = threading.Lock()
@@ -111,7 +77,7 @@ class Objects:
         """
         path = self.path(digest, family)
         try:
-            with faults_but_absence(f"opening {path}"), directory(self.root, family, digest.hex[:2]) as folder:
+            with faults(f"opening {path}", but_absence=True), directory(self.root, family, path.parent.name) as folder:
                 return open_regular(folder, path.name, path)
         except FileNotFoundError as error:
             raise self.missing(digest, family) from error
@@ -130,14 +96,14 @@ class Objects:
         )
 
     def stat(self, digest: Digest, family: str) -> Stat | None:
-        """The object's stamp as it is now; None if it is not there.
+        """What the object's file looks like now; None if it is not there.
 
         Raises:
             Corrupt: if what has its name is not a regular file.
         """
         return self.stats([digest], family)[0]
 
-    def stats(self, digests: Sequence[Digest], family: str) -> list[Stat | None]:
+    def stats(self, digests: Iterable[Digest], family: str) -> list[Stat | None]:
         """``stat`` of many, in their order."""
         found: list[Stat | None] = []
         extension = FAMILIES[family]
@@ -154,6 +120,19 @@ class Objects:
                 found.append(Stat.of(entry))
         return found
 
+    def absent(self, raws: Sequence[bytes], family: str) -> list[bytes]:
+        """Which of these raw digests are not there: by listing folders where many are asked for, else one by one."""
+        with faults(f"looking into {family}"), directory(self.root, family) as folder:
+            # A listed name takes a tenth of the time of a stat.
+            if len(raws) >= 1024 and len(names_in(folder, "00")) * len(PREFIXES) < 8 * len(raws):
+                there: set[bytes] = set()
+                for prefix in PREFIXES:
+                    packed = packed_names_in(folder, prefix, family)
+                    there.update(packed[at : at + DIGEST_BYTES] for at in range(0, len(packed), DIGEST_BYTES))
+                return [raw for raw in raws if raw not in there]
+        found = self.stats(map(Digest, raws), family)
+        return [raw for raw, each in zip(raws, found, strict=True) if each is None]
+
     def read_meta(self, digest: Digest, kind: str) -> bytes:
         """A page, snapshot or record, whole and verified.
 
@@ -163,7 +142,7 @@ class Objects:
         """
         path = self.path(digest, "meta")
         try:
-            with faults_but_absence(f"reading {path}"), directory(self.root, "meta", digest.hex[:2]) as folder:
+            with faults(f"reading {path}", but_absence=True), directory(self.root, "meta", path.parent.name) as folder:
                 body = read_all(folder, path.name, path, limit_bytes=canonical.MAX_BYTES)
         except FileNotFoundError as error:
             raise self.missing(digest, "meta") from error
@@ -194,7 +173,7 @@ class Objects:
             threads: Threads that hash one piece together.
 
         Returns:
-            Its stamp from before its bytes were read, so that a change meanwhile makes the stamp not fit.
+            What it looked like before its bytes were read, so that after a change meanwhile a stamp of it does not fit.
 
         Raises:
             Missing: if it is not there.
@@ -223,95 +202,74 @@ class Objects:
             path=str(path),
         )
 
-    # -- listing ---------------------------------------------------------------------------------------------------
-
     def names(self, family: str) -> Iterator[bytes]:
         """Raw digests of what is there, by listing alone; names that are none are left to ``foreign``."""
-        for packed in self.packed_names(family):
-            for at in range(0, len(packed), 32):
-                yield packed[at : at + 32]
+        for packed in packed_names(self.root, family):
+            for at in range(0, len(packed), DIGEST_BYTES):
+                yield packed[at : at + DIGEST_BYTES]
 
     def packed_names(self, family: str) -> Iterator[bytes]:
-        """The same folder by folder, raw digests joined: a million names take half a second."""
-        extension = FAMILIES[family]
-        wide = 64 + len(extension)
-        with faults(f"listing {family}"), directory(self.root, family) as folder:
-            for prefix in PREFIXES:
-                entries = _listing(folder, prefix)
-                stems = [name[:64] for name in entries if len(name) == wide and name.endswith(extension)]
-                joined = "".join(stems)
-                try:
-                    packed = bytes.fromhex(joined)
-                except ValueError:
-                    packed = b""
-                if packed.hex() != joined or any(not stem.startswith(prefix) for stem in stems):
-                    packed = b"".join(bytes.fromhex(s) for s in stems if _HEX.fullmatch(s) and s.startswith(prefix))
-                yield packed
+        """The same joined, folder by folder: a million names take half a second."""
+        return packed_names(self.root, family)
 
     def foreign(self) -> Iterator[Path]:
         """What lies in ``objects/`` and ``meta/`` and is no object: other names, links, folders, devices."""
-        for family, extension in FAMILIES.items():
-            top = self.root / family
-            with faults(f"listing {top}"), os.scandir(top) as entries:
-                found = sorted(entries, key=lambda entry: entry.name)
-            for entry in found:
-                if entry.name not in PREFIXES or not entry.is_dir(follow_symlinks=False):
-                    yield Path(entry.path)
-                    continue
-                with faults(f"listing {entry.path}"), os.scandir(entry.path) as inner:
-                    for each in inner:
-                        stem = each.name.removesuffix(extension)
-                        fits = each.name == stem + extension and _HEX.fullmatch(stem) and stem[:2] == entry.name
-                        if not fits or not each.is_file(follow_symlinks=False):
-                            yield Path(each.path)
+        return foreign(self.root)
 
-    # -- writing ---------------------------------------------------------------------------------------------------
+    # -- writing (FORMAT 7) ----------------------------------------------------------------------------------------
 
     def draft(self, session_fd: int, *, size_hint: int = 0, kind: str | None = None) -> Draft:
         """A new file in a session's folder; see ``Draft``."""
         return Draft(session_fd, mode=self._file_mode, size_hint=size_hint, kind=kind)
 
-    def place(self, draft: Draft, digest: Digest, family: str) -> None:
+    def place(self, draft: Draft, digest: Digest, family: str, *, kind: str | None = None) -> None:
         """Give a finished draft its name.
 
         Rename without replacing. If the name is there: trusted by its stamp, else rehashed; if it is bad, it goes to
         quarantine and the new file takes its place.
         """
         path = self.path(digest, family)
-        with faults(f"placing {path}"):
-            while True:
-                with directory(self.root, family, digest.hex[:2], make=self._dir_mode) as folder:
-                    try:
-                        rename_new(draft.dir_fd, draft.name, folder, path.name)
-                    except FileExistsError:
-                        pass
-                    else:
-                        draft.placed()
-                        self.touch([digest], family)
-                        return
-                if self.is_sound(digest, family):
-                    self.touch([digest], family)
-                    draft.discard()
-                    return
-                self.quarantine(digest, family)
+        while True:
+            with (
+                faults(f"placing {path}"),
+                contextlib.suppress(FileExistsError),
+                directory(self.root, family, path.parent.name, make=self._dir_mode) as folder,
+            ):
+                rename_new(draft.dir_fd, draft.name, folder, path.name)
+                draft.placed()
+                self.touch([digest.raw], family)
+                return
+            if self.is_sound(digest, family, kind=kind):
+                # Whoever renamed it may not have synced the folder yet.
+                self.touch([digest.raw], family)
+                draft.discard()
+                return
+            self.quarantine(digest, family)
 
-    def is_sound(self, digest: Digest, family: str) -> bool:
+    def is_sound(self, digest: Digest, family: str, *, kind: str | None = None) -> bool:
         """Whether the file of that name may be trusted: by its stamp, else by its bytes."""
         try:
             found = self.stat(digest, family)
-            if found is not None and self._trusted(digest, family, found):
+            # Metadata is small: hashing it takes less than looking for its stamp.
+            if found is not None and family == "objects" and self._trusted(digest, found):
                 return True
-            self.rehash(digest, family)
-        except Corrupt:
-            return False
-        except Missing:  # gone meanwhile: the rename is tried again
+            self.rehash(digest, family, kind=kind)
+        except (Corrupt, Missing):  # missing: gone meanwhile, so the rename is tried again
             return False
         return True
 
-    def touch(self, digests: Iterable[Digest], family: str) -> None:
-        """Count the folders of these objects as dirty: whoever renamed them may not have synced yet."""
+    def restore(self, digest: Digest, family: str) -> bool:
+        """As ``Trash.restore``; its folder is dirty then."""
+        found = super().restore(digest, family)
+        if found:
+            self.touch([digest.raw], family)
+        return found
+
+    def touch(self, raws: Iterable[bytes], family: str) -> None:
+        """Count the folders of these objects as dirty."""
+        folders = {(family, PREFIXES[raw[0]]) for raw in raws}
         with self._syncing:
-            self._dirty.update((family, digest.hex[:2]) for digest in digests)
+            self._dirty |= folders
 
     def sync(self) -> None:
         """``fsync`` the folders dirtied since the last sync; other threads' syncs wait, so none returns early."""
@@ -322,159 +280,19 @@ class Objects:
                     os.fsync(folder)
                 self._dirty.discard((family, prefix))
 
-    # -- trash and quarantine --------------------------------------------------------------------------------------
-
-    def epochs(self) -> list[str]:
-        """The names of the trash's folders, oldest name first."""
-        with faults("listing the trash"), directory(self.root) as root:
-            return sorted(_listing(root, "trash"))
-
-    def in_trash(self, digest: Digest, family: str) -> bool:
-        """Whether the trash has it."""
-        return self._epoch_of(digest, family) is not None
-
-    def _epoch_of(self, digest: Digest, family: str) -> str | None:
-        name = digest.hex + FAMILIES[family]
-        for epoch in reversed(self.epochs()):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                (self.root / "trash" / epoch / family / name).lstat()
-                return epoch
-        return None
-
-    def restore(self, digest: Digest, family: str) -> bool:
-        """Move it back out of the trash; False if it is not there either. The caller holds the store lock."""
-        name = digest.hex + FAMILIES[family]
-        while (epoch := self._epoch_of(digest, family)) is not None:
-            with (
-                faults(f"restoring {digest.short}"),
-                contextlib.suppress(FileNotFoundError),
-                directory(self.root, "trash", epoch, family) as trash,
-                directory(self.root, family, name[:2], make=self._dir_mode) as folder,
-            ):
-                with contextlib.suppress(FileExistsError):
-                    rename_new(trash, name, folder, name)
-                self.touch([digest], family)
-                return True
-        return False
-
-    def to_trash(self, epoch: str, digest: Digest, family: str) -> None:
-        """Move it into ``trash/EPOCH/``. The caller holds the store lock exclusively."""
-        name = digest.hex + FAMILIES[family]
-        with (
-            faults(f"moving {digest.short} to the trash"),
-            directory(self.root, family, name[:2]) as folder,
-            directory(self.root, "trash", epoch, family, make=self._dir_mode) as trash,
-        ):
-            os.rename(name, name, src_dir_fd=folder, dst_dir_fd=trash)
-
-    def trashed(self) -> Iterator[Trashed]:
-        """All that is in the trash, oldest epoch first."""
-        for epoch in self.epochs():
-            for family, extension in FAMILIES.items():
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError), directory(
-                    self.root, "trash", epoch, family
-                ) as folder:
-                    for name in sorted(listing(folder)):
-                        stem = name.removesuffix(extension)
-                        if stem + extension == name and _HEX.fullmatch(stem):
-                            with contextlib.suppress(FileNotFoundError):
-                                size = os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
-                                yield Trashed(epoch, family, Digest(bytes.fromhex(stem)), size)
-
-    def aside(self, trashed: Trashed, folder_name: str) -> bool:
-        """Rename it out of the trash into ``tmp/FOLDER_NAME``, to be unlinked outside the lock; False if it is gone."""
-        name = trashed.digest.hex + FAMILIES[trashed.family]
-        with (
-            faults(f"setting {trashed.digest.short} aside"),
-            contextlib.suppress(FileNotFoundError),
-            directory(self.root, "trash", trashed.epoch, trashed.family) as trash,
-            directory(self.root, "tmp", folder_name, make=self._dir_mode) as tmp,
-        ):
-            os.rename(name, f"{trashed.family}-{name}", src_dir_fd=trash, dst_dir_fd=tmp)
-            return True
-        return False
-
-    def remove_aside(self, folder_name: str) -> None:
-        """Unlink what ``aside`` collected, or a leftover of ``tmp/``; can take milliseconds a file: hold no lock."""
-        with faults(f"removing tmp/{folder_name}"), directory(self.root, "tmp") as tmp:
-            remove_tree(tmp, folder_name)
-
-    def remove_epoch(self, epoch: str) -> None:
-        """Remove an epoch's folders if nothing is left in them."""
-        with contextlib.suppress(OSError), directory(self.root, "trash", epoch) as folder:
-            for family in FAMILIES:
-                with contextlib.suppress(OSError):
-                    os.rmdir(family, dir_fd=folder)
-        with contextlib.suppress(OSError), directory(self.root, "trash") as trash:
-            os.rmdir(epoch, dir_fd=trash)
-
-    def leftovers(self) -> Iterator[tuple[str, Stat]]:
-        """What lies in ``tmp/``, by name: sessions of the living, and leftovers of the dead."""
-        with faults("listing tmp"), directory(self.root, "tmp") as tmp:
-            for name in sorted(listing(tmp)):
-                with contextlib.suppress(FileNotFoundError):
-                    yield name, Stat.of(os.stat(name, dir_fd=tmp, follow_symlinks=False))
-
-    def quarantine(self, digest: Digest, family: str) -> Path:
-        """Move what has the object's name out of the way, for people to look at; returns where to."""
-        return self.quarantine_path(self.path(digest, family))
-
-    def quarantine_path(self, path: Path) -> Path:
-        """Move a file that is no object, or a bad one, out of its folder of the store."""
-        parts = path.relative_to(self.root).parts
-        name = f"{parts[-1]}.{uuid.uuid4().hex[:8]}"
-        with (
-            faults(f"moving {path} to quarantine"),
-            directory(self.root, *parts[:-1]) as folder,
-            directory(self.root, "quarantine", make=self._dir_mode) as quarantine,
-            contextlib.suppress(FileNotFoundError),
-        ):
-            os.rename(parts[-1], name, src_dir_fd=folder, dst_dir_fd=quarantine)
-        return self.root / "quarantine" / name
-
-    def make_folders(self) -> None:
-        """All 512 folders, at init: they are never removed."""
-        for family in FAMILIES:
-            make_directory(self.root / family, self._dir_mode)
-            with directory(self.root, family) as folder:
-                for prefix in PREFIXES:
-                    make_directory(prefix, self._dir_mode, dir_fd=folder)
-
-
-@contextlib.contextmanager
-def faults_but_absence(doing: str) -> Iterator[None]:
-    """``faults``, with absence left as it is: what it means is for the caller to say."""
-    try:
-        with faults(doing):
-            yield
-    except ZgError as error:
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno in {errno.ENOENT, errno.ENOTDIR}:
-            raise FileNotFoundError(doing) from error
-        raise
-
-
-def _listing(folder: int, name: str) -> list[str]:
-    try:
-        inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    except OSError as error:
-        if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
-            return []  # a link or a file there is foreign, and named as such
-        raise
-    try:
-        return listing(inner)
-    finally:
-        os.close(inner)
-
 
 _buffers = threading.local()
 
 
 def _hash_file(handle: int, size: int, kinds: Sequence[str | None], *, threads: int) -> list[Digest]:
-    """The digests of a file as each of ``kinds``, read in pieces into one buffer that stays in the core's cache."""
+    """The digests of a file as each of ``kinds``, read in pieces into one buffer of this thread.
+
+    A map would be as fast, but a file that is cut off while it is mapped kills the process.
+    """
     buffer: bytearray | None = getattr(_buffers, "piece", None)
     if buffer is None:
-        buffer = _buffers.piece = bytearray(PIECE_BYTES)
-    if size > PIECE_BYTES:
+        buffer = _buffers.piece = bytearray(READ_BYTES)
+    if size > READ_BYTES:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     hashers = [Hasher(kind, threads=threads) for kind in kinds]
     view = memoryview(buffer)

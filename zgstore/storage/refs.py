@@ -15,15 +15,11 @@ from typing import Final
 
 from zgstore.errors import Conflict, Corrupt, Invalid, NotFound
 from zgstore.format.digest import Digest
-from zgstore.storage import locks
-from zgstore.storage.files import directory, faults, listing, read_all, write_file
+from zgstore.storage.files import directory, listing, read_all
+from zgstore.storage.naming import MAX_FILE_BYTES, NamedFiles, check_clashes, check_name, parse_digest, torn
 
 KINDS: Final = {"head": "heads", "tag": "tags"}
-MAX_NAME_BYTES: Final = 128
-_MAX_FILE_BYTES: Final = 1 << 16
-_WAIT_SECONDS: Final = 30.0
-
-_COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_HOLDS: Final = ("holds",)
 _ENTRY = re.compile(r"[0-9]{12}")
 
 
@@ -47,7 +43,15 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One move of a ref."""
+    """One move of a ref.
+
+    Args:
+        old: What it named before; None if it is where the ref begins.
+        new: What it named then.
+        record: Who, when and why.
+        time_seconds: When, by the file system's clock.
+        number: Its place in the ref's history, from 1.
+    """
 
     old: Digest | None
     new: Digest
@@ -66,45 +70,6 @@ class Hold:
     time_seconds: float
 
 
-def check_name(name: str, what: str = "ref") -> str:
-    """``name``, if FORMAT's rules for names allow it.
-
-    Raises:
-        Invalid: if they do not.
-    """
-    parts = name.split("/")
-    why = ""
-    if len(name.encode("utf-8", "replace")) > MAX_NAME_BYTES:
-        why = f"it is over {MAX_NAME_BYTES} bytes"
-    elif not all(_COMPONENT.fullmatch(part) for part in parts):
-        why = "its parts must begin with a letter or a digit, and hold only those and . _ -"
-    elif any(part.lower().endswith(".lock") for part in parts):
-        why = "a part ends in .lock"
-    if why:
-        raise Invalid(f"{name[:140]!r} cannot name a {what}: {why}", hint="choose a name like main or team/run-3")
-    return name
-
-
-def check_clashes(name: str, others: Iterable[str], what: str = "ref") -> None:
-    """Refuse a name that differs from another by case alone, or is a prefix of it or has it as one.
-
-    Raises:
-        Invalid: naming the other.
-    """
-    folded = name.lower()
-    for other in others:
-        if other == name:
-            continue
-        below = other.lower()
-        if below == folded:
-            why = "differs from it by case alone"
-        elif below.startswith(folded + "/") or folded.startswith(below + "/"):
-            why = "is a folder where the other is a name"
-        else:
-            continue
-        raise Invalid(f"the {what} {name!r} clashes with {other!r}: it {why}", hint="choose another name")
-
-
 class Refs:
     """The names of one store.
 
@@ -116,8 +81,7 @@ class Refs:
 
     def __init__(self, root: Path, *, file_mode: int, dir_mode: int) -> None:
         self.root = root
-        self._file_mode = file_mode
-        self._dir_mode = dir_mode
+        self._files = NamedFiles(root, file_mode=file_mode, dir_mode=dir_mode)
 
     # -- refs and tags ---------------------------------------------------------------------------------------------
 
@@ -130,28 +94,32 @@ class Refs:
         with contextlib.suppress(Invalid):
             check_name(name)
             for each in (kind,) if kind else KINDS:
-                text = self._read(("refs", KINDS[each]), name)
+                text = self._files.read(("refs", KINDS[each]), name)
                 if text is not None:
-                    return self._digest(text.strip(), f"refs/{KINDS[each]}/{name}")
+                    return parse_digest(text.strip(), self.root / "refs" / KINDS[each] / name)
         return None
 
-    def list(self) -> builtins.list[Ref]:
+    def list(self, *, damaged: builtins.list[Corrupt] | None = None) -> builtins.list[Ref]:
         """All heads, then all tags, each by name.
+
+        Args:
+            damaged: Where given, what is wrong with a file is put here, and the others are listed.
 
         Raises:
             Corrupt: if one's file does not hold a digest.
         """
         found = []
         for kind, folder in KINDS.items():
-            for name in sorted(self._names(("refs", folder))):
-                snapshot = self.get(name, kind)
-                if snapshot is not None:
-                    found.append(Ref(name, kind, snapshot))
+            for name in sorted(self._files.names(("refs", folder))):
+                with _collected(damaged):
+                    snapshot = self.get(name, kind)
+                    if snapshot is not None:
+                        found.append(Ref(name, kind, snapshot))
         return found
 
     def nearest(self, name: str) -> str:
         """A hint that lists the names most like ``name``, or says that there are none."""
-        names = sorted({each for folder in KINDS.values() for each in self._names(("refs", folder))})
+        names = sorted({each for folder in KINDS.values() for each in self._files.names(("refs", folder))})
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names[:3]
         return f"nearest names: {', '.join(near)}; see `zgstore ls`" if near else "the store has no refs yet: build one"
 
@@ -174,23 +142,23 @@ class Refs:
             Conflict: if it names something else than expected.
             Invalid: if the name breaks the rules, or clashes with another.
         """
-        check_name(name, kind)
-        folder = KINDS[kind]
-        with self._alone():
-            old = self.get(name, kind)
+        check_name(name, _what(kind))
+        top = ("refs", KINDS[kind])
+        with self._files.alone():
+            try:
+                old = self.get(name, kind)
+            except Corrupt:
+                if expect is not ANY:
+                    raise
+                old = self.last_logged(name, kind)  # a torn ref is mended by setting it
             if expect is not ANY and expect != old:
                 raise _moved(name, kind, old, expect)
-            if old == new:
+            if old == new and self._files.read(top, name) == _line(new):
                 return
             if old is None:
-                check_clashes(name, self._names(("refs", folder)), kind)
-            self._append(folder, name, old, new, record)
-            *above, last = name.split("/")
-            self._clear_way(("refs", folder), name)
-            write_file(
-                self.root, ("refs", folder, *above), last, f"{new}\n".encode(),
-                mode=self._file_mode, dir_mode=self._dir_mode,
-            )  # fmt: skip
+                check_clashes(name, self._files.names(top), _what(kind))
+            self._append(name, kind, LogEntry(old, new, record, 0.0))
+            self._files.write(top, name, _line(new))
 
     def remove(self, name: str, kind: str) -> Digest:
         """Forget the name and its reflog; returns what it named.
@@ -198,23 +166,30 @@ class Refs:
         Raises:
             NotFound: if there is no such name.
         """
-        folder = KINDS[kind]
-        with self._alone():
+        with self._files.alone():
             old = self.get(name, kind)
             if old is None:
                 raise NotFound(f"there is no {_what(kind)} {name!r}", hint=self.nearest(name))
-            self._unlink(("refs", folder), name)
-            for entry in self._entries(folder, name):
-                self._unlink(("reflog", folder), f"{name}/{entry.number:012d}")
+            self._files.unlink(("refs", KINDS[kind]), name)
+            for number in self._numbers(name, kind):
+                self._files.unlink(("reflog", KINDS[kind]), f"{name}/{number:012d}")
             return old
 
     # -- history ---------------------------------------------------------------------------------------------------
 
-    def log(self, name: str, kind: str | None = None) -> builtins.list[LogEntry]:
+    def log(
+        self, name: str, kind: str | None = None, *, damaged: builtins.list[Corrupt] | None = None
+    ) -> builtins.list[LogEntry]:
         """The moves of a ref, newest first; one that was logged and then never took place is left out.
+
+        Args:
+            name: The ref's name.
+            kind: ``head`` or ``tag``; None takes the head, else the tag.
+            damaged: Where given, what is wrong with an entry is put here, and the others are listed.
 
         Raises:
             NotFound: if there is no such ref.
+            Corrupt: if an entry is torn.
         """
         for each in (kind,) if kind else KINDS:
             now = self.get(name, each)
@@ -222,10 +197,14 @@ class Refs:
                 continue
             taken: builtins.list[LogEntry] = []
             expected: Digest | None = now
-            for entry in self._entries(KINDS[each], name):
-                if entry.new == expected:
+            below = next(iter(self._numbers(name, each)), 0)  # the number that should come next
+            for entry in self._entries(name, each, damaged=damaged):
+                # What stood between two entries that do not follow each other is not known: both count.
+                if entry.new == expected or entry.number < below:
                     taken.append(entry)
-                    expected = entry.old
+                    expected, below = entry.old, entry.number - 1
+                elif entry.number == below:
+                    below -= 1
             return taken
         raise NotFound(f"there is no ref or tag {name!r}", hint=self.nearest(name))
 
@@ -236,94 +215,84 @@ class Refs:
             NotFound: if there is no such name, or its history is shorter.
         """
         entries = self.log(name)
-        if n == 0:
-            now = self.get(name)
-            if now is not None:
-                return now
+        now = self.get(name)
+        if n == 0 and now is not None:
+            return now
         if n < len(entries):
             return entries[n].new
-        if n == len(entries) and entries and entries[-1].old is not None:
-            return entries[-1].old
         raise NotFound(
             f"{name}@{{{n}}} is older than its history, which has {len(entries)} entries",
             hint=f"see `zgstore log {name}`",
         )
 
-    def expire(
-        self, older_than_seconds: float, *, now: float, dry_run: bool = False
-    ) -> builtins.list[tuple[str, LogEntry]]:
-        """Remove reflog entries older than that, but no ref's latest; returns them with their names.
-
-        The caller holds the store lock exclusively.
-        """
-        gone = []
-        for folder in KINDS.values():
-            for name in sorted({str(Path(each).parent) for each in self._names(("reflog", folder))}):
-                entries = self._entries(folder, name)
-                current = self._read(("refs", folder), name)
-                for at, entry in enumerate(entries):
-                    if (at == 0 and current is not None) or now - entry.time_seconds < older_than_seconds:
-                        continue
-                    gone.append((name, entry))
-                    if not dry_run:
-                        self._unlink(("reflog", folder), f"{name}/{entry.number:012d}")
-        return gone
-
     def forget(self, name: str, kind: str, entries: Iterable[LogEntry]) -> None:
         """Remove these reflog entries. The caller holds the store lock exclusively."""
-        with self._alone():
+        with self._files.alone():
             for entry in entries:
-                self._unlink(("reflog", KINDS[kind]), f"{name}/{entry.number:012d}")
+                self._files.unlink(("reflog", KINDS[kind]), f"{name}/{entry.number:012d}")
 
-    def _entries(self, folder: str, name: str) -> builtins.list[LogEntry]:
+    def last_logged(self, name: str, kind: str) -> Digest | None:
+        """What the newest sound reflog entry says the ref should name: what to set a torn one to."""
+        entries = self._entries(name, kind, damaged=[])
+        return entries[0].new if entries else None
+
+    def _numbers(self, name: str, kind: str) -> builtins.list[int]:
+        """The numbers of a name's reflog entries, newest first."""
+        found: builtins.list[str] = []
+        parts = ("reflog", KINDS[kind], *name.split("/"))
+        with contextlib.suppress(FileNotFoundError), directory(self.root, *parts) as handle:
+            found = listing(handle)
+        return sorted(map(int, filter(_ENTRY.fullmatch, found)), reverse=True)
+
+    def _entries(
+        self, name: str, kind: str, *, damaged: builtins.list[Corrupt] | None = None
+    ) -> builtins.list[LogEntry]:
         """All that was logged for a name, newest first."""
         entries = []
-        parts = name.split("/")
-        with contextlib.suppress(FileNotFoundError), directory(self.root, "reflog", folder, *parts) as handle:
-            for each in sorted(filter(_ENTRY.fullmatch, listing(handle)), reverse=True):
-                path = self.root.joinpath("reflog", folder, *parts, each)
-                with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-                    body = read_all(handle, each, path, limit_bytes=_MAX_FILE_BYTES)
-                    time_seconds = os.stat(each, dir_fd=handle).st_mtime
-                    fields = body.decode("ascii", "replace").split()
-                    if len(fields) != 3:
-                        raise _corrupt(path, "three fields: old, new, record")
-                    old, new, record = (None if text == "-" else self._digest(text, str(path)) for text in fields)
-                    if new is None:
-                        raise _corrupt(path, "a new digest")
-                    entries.append(LogEntry(old, new, record, time_seconds, int(each)))
+        parts = ("reflog", KINDS[kind], *name.split("/"))
+        for number in self._numbers(name, kind):
+            path = self.root.joinpath(*parts, f"{number:012d}")
+            with _collected(damaged), contextlib.suppress(FileNotFoundError), directory(self.root, *parts) as handle:
+                body = read_all(handle, path.name, path, limit_bytes=MAX_FILE_BYTES)
+                time_seconds = os.stat(path.name, dir_fd=handle).st_mtime
+                entries.append(_parse_entry(path, body, time_seconds))
         return entries
 
-    def _append(self, folder: str, name: str, old: Digest | None, new: Digest, record: Digest | None) -> None:
-        entries = self._entries(folder, name)
-        number = entries[0].number + 1 if entries else 1
-        body = f"{old or '-'} {new} {record or '-'}\n".encode()
-        fresh = write_file(
-            self.root, ("reflog", folder, *name.split("/")), f"{number:012d}", body,
-            mode=self._file_mode, dir_mode=self._dir_mode, replace=False,
-        )  # fmt: skip
-        if not fresh:  # only where locks do not work
+    def _append(self, name: str, kind: str, entry: LogEntry) -> None:
+        number = next(iter(self._numbers(name, kind)), 0) + 1
+        text = f"{entry.old or '-'} {entry.new} {entry.record or '-'}\n"
+        if not self._files.write(("reflog", KINDS[kind]), f"{name}/{number:012d}", text, replace=False):
+            # Only where locks do not work.
             raise Conflict(f"{name!r} was moved at the same time", hint="look at it again, then retry")
 
     # -- holds -----------------------------------------------------------------------------------------------------
 
-    def holds(self) -> builtins.list[Hold]:
+    def holds(self, *, damaged: builtins.list[Corrupt] | None = None) -> builtins.list[Hold]:
         """All holds by name.
+
+        Args:
+            damaged: Where given, what is wrong with a file is put here, and the others are listed.
 
         Raises:
             Corrupt: if one's file does not begin with a digest.
         """
-        return [hold for name in sorted(self._names(("holds",))) if (hold := self.get_hold(name)) is not None]
+        found = []
+        for name in sorted(self._files.names(_HOLDS)):
+            with _collected(damaged):
+                hold = self.get_hold(name)
+                if hold is not None:
+                    found.append(hold)
+        return found
 
     def get_hold(self, name: str) -> Hold | None:
         """One hold; None if there is none of that name."""
-        check_name(name, "hold")
-        text = self._read(("holds",), name)
-        if text is None:
-            return None
-        first, _, reason = text.partition("\n")
-        time_seconds = self.root.joinpath("holds", name).lstat().st_mtime
-        return Hold(name, self._digest(first, f"holds/{name}"), reason.strip(), time_seconds)
+        with contextlib.suppress(Invalid, FileNotFoundError):
+            text = self._files.read(_HOLDS, check_name(name, "hold"))
+            if text is not None:
+                first, _, reason = text.partition("\n")
+                path = self.root / "holds" / name
+                return Hold(name, parse_digest(first, path), reason.strip(), path.lstat().st_mtime)
+        return None
 
     def hold(self, name: str, digest: Digest, reason: str = "") -> None:
         """Keep a digest from gc under a name. The caller holds the store lock, and has seen that it is all there.
@@ -332,21 +301,15 @@ class Refs:
             Conflict: if the name holds something else.
         """
         check_name(name, "hold")
-        with self._alone():
+        with self._files.alone():
             old = self.get_hold(name)
             if old is not None and old.snapshot != digest:
                 raise Conflict(
                     f"the hold {name!r} keeps {old.snapshot.short} already",
                     hint=f"choose another name, or `zgstore unhold {name}` first",
                 )
-            check_clashes(name, self._names(("holds",)), "hold")
-            *above, last = name.split("/")
-            self._clear_way(("holds",), name)
-            line = " ".join(reason.split())
-            write_file(
-                self.root, ("holds", *above), last, f"{digest}\n{line}\n".encode(),
-                mode=self._file_mode, dir_mode=self._dir_mode,
-            )  # fmt: skip
+            check_clashes(name, self._files.names(_HOLDS), "hold")
+            self._files.write(_HOLDS, name, _line(digest) + " ".join(reason.split()) + "\n")
 
     def unhold(self, name: str) -> Digest:
         """Give a hold up; returns what it kept.
@@ -354,86 +317,42 @@ class Refs:
         Raises:
             NotFound: if there is no such hold.
         """
-        with self._alone():
+        with self._files.alone():
             old = self.get_hold(name)
             if old is None:
-                names = ", ".join(sorted(self._names(("holds",)))[:5])
+                names = ", ".join(sorted(self._files.names(_HOLDS))[:5])
                 raise NotFound(f"there is no hold {name!r}", hint=f"holds: {names}" if names else "nothing is held")
-            self._unlink(("holds",), name)
+            self._files.unlink(_HOLDS, name)
             return old.snapshot
 
-    # -- files -----------------------------------------------------------------------------------------------------
 
-    def _alone(self) -> contextlib.AbstractContextManager[None]:
-        # Movers share the store lock; among them, comparing and setting is one step under this one.
-        return locks.hold(
-            self.root, "refs", exclusive=True, wait_seconds=_WAIT_SECONDS, mode=self._file_mode, what="the refs"
-        )
-
-    def _read(self, top: tuple[str, ...], name: str) -> str | None:
-        *above, last = name.split("/")
-        path = self.root.joinpath(*top, name)
-        try:
-            with directory(self.root, *top, *above) as folder:
-                return read_all(folder, last, path, limit_bytes=_MAX_FILE_BYTES).decode("utf-8", "replace")
-        except FileNotFoundError:
-            return None
-        except Corrupt:
-            if path.is_dir() or any(self.root.joinpath(*top, *above[:at]).is_file() for at in range(1, len(above) + 1)):
-                return None  # the name is a folder, or would be below a name: there is no such ref
+@contextlib.contextmanager
+def _collected(damaged: builtins.list[Corrupt] | None) -> Iterator[None]:
+    """Put what is corrupt into the list, if there is one, and go on."""
+    try:
+        yield
+    except Corrupt as error:
+        if damaged is None:
             raise
+        damaged.append(error)
 
-    def _names(self, top: tuple[str, ...]) -> Iterator[str]:
-        """Names below a folder, as they lie there."""
-        with contextlib.suppress(FileNotFoundError), directory(self.root, *top) as handle:
-            for each in sorted(listing(handle)):
-                if not _COMPONENT.fullmatch(each):
-                    continue
-                below = self.root.joinpath(*top, each)
-                if below.is_dir() and not below.is_symlink():
-                    yield from (f"{each}/{name}" for name in self._names((*top, each)))
-                else:
-                    yield each
 
-    def _clear_way(self, top: tuple[str, ...], name: str) -> None:
-        """Remove empty folders that stand where the name's file shall be."""
-        for parent, folders, files in os.walk(self.root.joinpath(*top, name), topdown=False):
-            if not folders and not files:
-                with contextlib.suppress(OSError):
-                    Path(parent).rmdir()
-        with contextlib.suppress(OSError):
-            self.root.joinpath(*top, name).rmdir()
+def _line(digest: Digest) -> str:
+    return f"{digest}\n"
 
-    def _unlink(self, top: tuple[str, ...], name: str) -> None:
-        *above, last = name.split("/")
-        with faults(f"removing {name}"):
-            with directory(self.root, *top, *above) as folder:
-                os.unlink(last, dir_fd=folder)
-                os.fsync(folder)
-            for depth in range(len(above), 0, -1):  # folders that are empty now
-                with contextlib.suppress(OSError), directory(self.root, *top, *above[: depth - 1]) as folder:
-                    os.rmdir(above[depth - 1], dir_fd=folder)
 
-    def _digest(self, text: str, path: str) -> Digest:
-        try:
-            return Digest.parse(text)
-        except Invalid as error:
-            raise _corrupt(Path(path), "one text digest") from error
+def _parse_entry(path: Path, body: bytes, time_seconds: float) -> LogEntry:
+    fields = body.decode("ascii", "replace").split()
+    if len(fields) != 3:
+        raise torn(path, "three fields: old, new, record")
+    old, new, record = (None if text == "-" else parse_digest(text, path) for text in fields)
+    if new is None:
+        raise torn(path, "a new digest")
+    return LogEntry(old, new, record, time_seconds, int(path.name))
 
 
 def _what(kind: str) -> str:
     return "ref" if kind == "head" else kind
-
-
-def _corrupt(path: Path, wanted: str) -> Corrupt:
-    return Corrupt(
-        f"{path} does not hold {wanted}",
-        hint="set it again: `zgstore ref set NAME REV`, with REV from `zgstore log`",
-        object=path.name,
-        expected=wanted,
-        actual="something else",
-        path=str(path),
-    )
 
 
 def _moved(name: str, kind: str, old: Digest | None, expect: object) -> Conflict:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from zgstore.errors import Invalid, Missing, ZgError
-from zgstore.format.digest import Digest, digest_of
+from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
 from zgstore.format.manifest import Blob, Record, RowsRoot, Snapshot, all_digests
 from zgstore.storage import partials
 from zgstore.storage.drafts import Draft
 from zgstore.storage.files import directory, faults, remove_tree
 from zgstore.storage.leases import Lease
+from zgstore.storage.names import FAMILIES
 from zgstore.storage.refs import ANY, Expectation
 
 if TYPE_CHECKING:
@@ -33,15 +34,11 @@ class Session:
         self.store = store
         self.purpose = purpose
         self._mutex = threading.RLock()
-        self._reserved: dict[tuple[str, Digest], None] = {}
+        self._reserved: dict[str, set[bytes]] = {family: set() for family in FAMILIES}
         self._pid = os.getpid()
         self._lease: Lease = store.leases.take(purpose)
         try:
-            with (
-                faults("making a session's folder"),
-                directory(store.path, "tmp", self._lease.uuid, make=store.dir_mode) as folder,
-            ):
-                self._folder = os.dup(folder)
+            self._folder = self._open_folder()
         except BaseException:
             self._lease.close()
             raise
@@ -50,6 +47,13 @@ class Session:
     def uuid(self) -> str:
         """Of its lease, its folder in ``tmp/``, and its build."""
         return self._lease.uuid
+
+    def _open_folder(self) -> int:
+        with (
+            faults("making a session's folder"),
+            directory(self.store.path, "tmp", self.uuid, make=self.store.dir_mode) as folder,
+        ):
+            return os.dup(folder)
 
     # -- writing (FORMAT 7) ----------------------------------------------------------------------------------------
 
@@ -76,10 +80,9 @@ class Session:
             body: Its canonical bytes.
         """
         digest = digest_of(kind, body)
-        if self.reserve([digest], "meta") == [True] and self.store.objects.is_sound(digest, "meta"):
+        if self.reserve([digest], "meta") == [True] and self.store.objects.is_sound(digest, "meta", kind=kind):
             return digest
-        draft = self._written(kind, body)
-        self.store.objects.place(draft, digest, "meta")
+        self.store.objects.place(self._written(kind, body), digest, "meta", kind=kind)
         return digest
 
     def _written(self, kind: str, body: bytes) -> Draft:
@@ -105,10 +108,19 @@ class Session:
             Whether each is there, and stays while this session lasts.
         """
         wanted = [each.digest if isinstance(each, Blob) else each for each in digests]
-        sizes = [each.size if isinstance(each, Blob) else None for each in digests]
         with self._step():
-            self._name(wanted, family)
-            return self._look(wanted, sizes, family)
+            self._name([digest.raw for digest in wanted], family)
+            found = self.store.objects.stats(wanted, family)
+            for at, digest in enumerate(wanted):
+                if found[at] is None and self.store.objects.restore(digest, family):
+                    found[at] = self.store.objects.stat(digest, family)
+        hits = [
+            stat is not None and (not isinstance(each, Blob) or stat.size == each.size)
+            for each, stat in zip(digests, found, strict=True)
+        ]
+        # Whoever renamed them may not have synced the folder yet.
+        self.store.objects.touch((digest.raw for digest, hit in zip(wanted, hits, strict=True) if hit), family)
+        return hits
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
@@ -120,32 +132,29 @@ class Session:
                 self._take_again()
             yield
 
-    def _name(self, digests: Iterable[Digest], family: str) -> None:
-        fresh = [digest for digest in dict.fromkeys(digests) if (family, digest) not in self._reserved]
-        self._lease.add(fresh)
-        self._reserved.update(((family, digest), None) for digest in fresh)
-
-    def _look(self, digests: Sequence[Digest], sizes: Sequence[int | None], family: str) -> list[bool]:
-        objects = self.store.objects
-        hits = []
-        for digest, size, found in zip(digests, sizes, objects.stats(digests, family), strict=True):
-            there = found is not None or objects.restore(digest, family)
-            if there and size is not None:
-                found = found or objects.stat(digest, family)  # noqa: PLW2901
-                there = found is not None and found.size == size
-            hits.append(there)
-        # Whoever renamed them may not have synced the folder yet.
-        objects.touch((digest for digest, hit in zip(digests, hits, strict=True) if hit), family)
-        return hits
+    def _name(self, raws: Iterable[bytes], family: str) -> None:
+        reserved = self._reserved[family]
+        fresh = [raw for raw in dict.fromkeys(raws) if raw not in reserved]
+        self._lease.add_raw(b"".join(fresh))
+        reserved.update(fresh)
 
     def _take_again(self) -> None:
         """A collector took us for dead: everything that was reserved is reserved again, under the same name."""
         self._lease.close()
-        self._lease = self.store.leases.take(self.purpose, uuid=self._lease.uuid)
-        self._lease.add(digest for _, digest in self._reserved)
-        for family in ("objects", "meta"):
-            mine = [digest for each, digest in self._reserved if each == family]
-            self._look(mine, [None] * len(mine), family)
+        self._lease = self.store.leases.take(self.purpose, uuid=self.uuid)
+        for family, raws in self._reserved.items():
+            self._lease.add_raw(b"".join(raws))
+            self._bring_back(list(raws), family)
+        if os.fstat(self._folder).st_nlink == 0:  # swept away as a leftover, and drafts with it
+            fresh = self._open_folder()
+            os.dup2(fresh, self._folder, inheritable=False)
+            os.close(fresh)
+
+    def _bring_back(self, raws: Sequence[bytes], family: str) -> list[bytes]:
+        """Restore from the trash what is not there; what is not there either."""
+        objects = self.store.objects
+        absent = objects.absent(raws, family)
+        return [raw for raw in absent if not objects.restore(Digest(raw), family)]
 
     # -- publishing (FORMAT 7.4, 8) --------------------------------------------------------------------------------
 
@@ -172,24 +181,29 @@ class Session:
         """
         body = snapshot.encode()
         digest = digest_of("snapshot", body)
-        blobs, pages = self.refers_to(snapshot, columns)
-        drafts = [("snapshot", body)] + ([("record", record.encode())] if record else [])
-        written = [(digest_of(name, each), self._written(name, each)) for name, each in drafts]
+        parts = self._parts(snapshot, columns)
+        drafts = [(digest, "snapshot", self._written("snapshot", body))]
+        if record is not None:
+            drafts.append((digest_of("record", record.encode()), "record", self._written("record", record.encode())))
+        self.sync()  # of what is many before the lock, so that it is held for milliseconds
         with self._step():
-            self._name((blob.digest for blob in blobs), "objects")
-            self._name([*pages, *(each for each, _ in written)], "meta")
-            self._require(blobs, pages, digest)
-            was_here = self.store.objects.stat(digest, "meta") is not None
-            for name, draft in written:
-                self.store.objects.place(draft, name, "meta")
+            self._require(digest, parts)
+            self._name([each.raw for each, _, _ in drafts], "meta")
+            was_here = self._bring_back([digest.raw], "meta") == []
+            for name, hashed_as, draft in drafts:
+                self.store.objects.place(draft, name, "meta", kind=hashed_as)
             self._mark_part(digest, columns, was_here=was_here)
             self.sync()
             if ref is not None:
-                self.store.refs.move(ref, kind, digest, expect=expect, record=written[1][0] if record else None)
+                told = drafts[1][0] if record is not None else None
+                self.store.refs.move(ref, kind, digest, expect=expect, record=told)
         return digest
 
-    def adopt(self, digest: Digest) -> Snapshot:
-        """Reserve an existing snapshot with all that it refers to, out of the trash where it is there.
+    @contextlib.contextmanager
+    def confirmed(self, digest: Digest) -> Iterator[Snapshot]:
+        """An existing snapshot, reserved with all that it refers to; in the block it is known whole, under the lock.
+
+        What is in the trash comes back. There it may be given a name.
 
         Raises:
             Missing: naming what is not there.
@@ -198,61 +212,57 @@ class Session:
             raise self.store.objects.missing(digest, "meta")
         snapshot = self.store.snapshot(digest)
         expected = partials.expected(self.store.path, digest)
-        columns = None if expected is None else sorted(expected)
-        blobs, pages = self.refers_to(snapshot, columns)
-        with self._step():
-            self._name((blob.digest for blob in blobs), "objects")
-            self._name(pages, "meta")
-            self._require(blobs, pages, digest)
+        parts = self._parts(snapshot, expected)
         self.sync()
-        return snapshot
-
-    @contextlib.contextmanager
-    def confirmed(self, digest: Digest) -> Iterator[None]:
-        """Hold the store lock with an existing snapshot seen to be whole under it: to name it, or to hold it."""
-        snapshot = self.adopt(digest)
-        expected = partials.expected(self.store.path, digest)
-        blobs, pages = self.refers_to(snapshot, None if expected is None else sorted(expected))
         with self._step():
-            self._require(blobs, [digest, *pages], digest)
-            yield
+            self._require(digest, parts)
+            if self._bring_back([digest.raw], "meta"):
+                raise self.store.objects.missing(digest, "meta")
+            self.sync()
+            yield snapshot
 
-    def refers_to(self, snapshot: Snapshot, columns: Sequence[str] | None) -> tuple[list[Blob], list[Digest]]:
-        """The blobs (of the named columns, and constants) and pages of a snapshot, each once.
+    def adopt(self, digest: Digest) -> Snapshot:
+        """Reserve an existing snapshot with all that it refers to, out of the trash where it is there.
+
+        Raises:
+            Missing: naming what is not there.
+        """
+        with self.confirmed(digest) as snapshot:
+            return snapshot
+
+    def _parts(self, snapshot: Snapshot, columns: Collection[str] | None) -> dict[str, list[bytes]]:
+        """What a snapshot refers to: blobs (of the named columns, and constants) and pages, each once, by family.
 
         Pages are reserved before they are read, and come out of the trash where they are there.
         """
-        places = [at for at, each in enumerate(snapshot.columns) if columns is None or each.name in columns]
-        blobs = {constant.blob: constant.size for constant in snapshot.constants}
         rows = self.store.rows_root_of(snapshot)
         pages = [page for page in (snapshot.root, snapshot.dropped, rows) if page is not None]
         self._require_pages(pages)
-        leaves = list(all_digests(self.store.root(snapshot).leaves))
+        below = list(all_digests(self.store.root(snapshot).leaves))
         if rows is not None:
-            row_pages = RowsRoot.decode(self.store.objects.read_meta(rows, "page")).pages
-            pages += list(all_digests(row_pages))
-        pages += leaves
-        self._require_pages(pages)
-        for leaf_digest in leaves:
-            leaf = self.store.leaf(leaf_digest)
-            for at in range(len(leaf)):
-                shard = leaf.shard(at)
-                blobs.update((shard.blobs[place].digest, shard.blobs[place].size) for place in places)
-        return [Blob(digest, size) for digest, size in blobs.items()], list(dict.fromkeys(pages))
+            below += all_digests(RowsRoot.decode(self.store.objects.read_meta(rows, "page")).pages)
+        self._require_pages(below)
+        places = [at for at, each in enumerate(snapshot.columns) if columns is None or each.name in columns]
+        blobs = dict.fromkeys(constant.blob.raw for constant in snapshot.constants)
+        for leaf in self.store.leaves(snapshot):
+            for packed in (leaf.blobs[place] for place in places):
+                blobs.update(dict.fromkeys(packed[at : at + DIGEST_BYTES] for at in range(0, len(packed), DIGEST_BYTES)))
+        return {"objects": list(blobs), "meta": [page.raw for page in dict.fromkeys(pages + below)]}
 
     def _require_pages(self, pages: Sequence[Digest]) -> None:
         for page, hit in zip(pages, self.reserve(pages, "meta"), strict=True):
             if not hit:
                 raise self.store.objects.missing(page, "meta")
 
-    def _require(self, blobs: Sequence[Blob], pages: Sequence[Digest], snapshot: Digest) -> None:
-        """See that all is there, under the lock; what is in the trash comes back."""
-        digests = [blob.digest for blob in blobs]
-        found = self._look(digests, [blob.size for blob in blobs], "objects")
-        absent = [digest for digest, hit in zip(digests, found, strict=True) if not hit]
-        absent += [p for p, hit in zip(pages, self._look(pages, [None] * len(pages), "meta"), strict=True) if not hit]
+    def _require(self, snapshot: Digest, parts: Mapping[str, Sequence[bytes]]) -> None:
+        """See that all is there, named in the lease first; under the lock."""
+        absent = []
+        for family, raws in parts.items():
+            self._name(raws, family)
+            absent += self._bring_back(raws, family)
+            self.store.objects.touch(raws, family)
         if absent:
-            raise missing_parts(snapshot, absent)
+            raise missing_parts(snapshot, [Digest(raw) for raw in absent])
 
     def _mark_part(self, snapshot: Digest, columns: Sequence[str] | None, *, was_here: bool) -> None:
         store = self.store
@@ -284,7 +294,7 @@ def missing_parts(snapshot: Digest, absent: Sequence[Digest]) -> Missing:
     """The error that a snapshot is not all there."""
     named = ", ".join(digest.short for digest in absent[:_LISTED]) + (", …" if len(absent) > _LISTED else "")
     return Missing(
-        f"{len(absent)} of the objects that {snapshot.short} refers to are not there as they should be: {named}",
+        f"{snapshot.short} refers to {len(absent)} objects that are missing: {named}",
         hint="make them anew: `zgstore verify --repair --recipe RECIPE`, or `--from STORE`; or rerun the build",
         object=str(absent[0]),
         objects=[str(digest) for digest in absent],

@@ -5,54 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tomllib
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from zgstore.errors import Corrupt, Invalid, Missing, NoSpace, NotFound, Partial
+from zgstore.errors import Corrupt, Invalid, Missing, NoSpace, NotFound
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_prefix
-from zgstore.format.manifest import (
-    FORMAT,
-    Blob,
-    Column,
-    Constant,
-    Dropped,
-    LeafPage,
-    Record,
-    RootPage,
-    Shard,
-    Snapshot,
-    all_digests,
-    all_u64,
-    check_features,
-)
-from zgstore.format.readplan import BlobPlan, ColumnPlan, ReadPlan
-from zgstore.storage import leases, partials
-from zgstore.storage.files import create, directory, faults, listing, make_directory, read_all, write_file
+from zgstore.format.manifest import Dropped, LeafPage, Record, RootPage, Shard, Snapshot, all_digests
+from zgstore.format.readplan import ReadPlan
+from zgstore.storage import plans
+from zgstore.storage.config import CONFIG, OBJECT_MODE, POLICIES, make_store, read_config
+from zgstore.storage.files import Stat, clock, directory, faults, listing
 from zgstore.storage.index import Index, Stamp
 from zgstore.storage.leases import Lease, Leases
 from zgstore.storage.memos import Memos
-from zgstore.storage.objects import FAMILIES, Objects, Stat
+from zgstore.storage.names import FAMILIES, parse_name
+from zgstore.storage.objects import Objects
 from zgstore.storage.refs import ANY, Expectation, Refs
-from zgstore.storage.session import Session, missing_parts
+from zgstore.storage.session import Session
 
 __all__ = ["ANY", "Session", "Store"]
 
-CONFIG: Final = "zgstore.toml"
-POLICIES: Final = {  # permissions of folders and of files that change; objects never change
-    "private": (0o700, 0o600),
-    "group": (0o2770, 0o660),
-    "world-read": (0o755, 0o644),
-}
-OBJECT_MODE: Final = 0o444  # who may not read is kept out by the folders
 FLOOR_BYTES: Final = (1 << 20, 256 << 20)  # of a hundredth of the file system: at least, at most
-_FOLDERS: Final = (
-    "refs", "refs/heads", "refs/tags", "reflog", "reflog/heads", "reflog/tags", "holds", "leases", "tmp", "trash",
-    "quarantine", "locks", "index",
-)  # fmt: skip
 _AT = re.compile(r"(.+)@\{(\d{1,9})\}")
 
 
@@ -92,41 +67,18 @@ class Store:
             Corrupt: if its configuration cannot be read.
         """
         root = Path(os.path.abspath(path))  # noqa: PTH100  (a link to a store stays the name people gave it)
-        try:
-            with directory(root) as folder:
-                text = read_all(folder, CONFIG, root / CONFIG, limit_bytes=1 << 20)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise NotFound(f"there is no store at {root}", hint=f"make one: `zgstore init {path}`") from error
-        except OSError as error:
-            raise NotFound(f"the store at {root} cannot be opened: {error}", hint="check its permissions") from error
-        return cls._configured(root, text)
-
-    @classmethod
-    def _configured(cls, root: Path, text: bytes) -> Store:
-        try:
-            config = tomllib.loads(text.decode("utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise _bad_config(root, str(error)) from error
-        number, requires = config.get("format"), config.get("requires", [])
-        if type(number) is not int or not isinstance(requires, list):
-            raise _bad_config(root, "format is no number, or requires no list")
-        check_features(f"store ({root})", number, requires)
-        policy, store_id, place = config.get("policy"), config.get("id"), config.get("index")
-        if policy not in POLICIES or not isinstance(store_id, str) or not isinstance(place, str | None):
-            raise _bad_config(root, "id, policy or index")
-        dir_mode, file_mode = POLICIES[policy]
-        index = Index(
-            root, folder=Path(place) / store_id if place else None, dir_mode=dir_mode, file_mode=file_mode
-        )
+        config = read_config(root)
+        modes = {"file_mode": config.file_mode, "dir_mode": config.dir_mode}
+        index = Index(root, folder=config.index, **modes)
         return cls(
             path=root,
-            id=store_id,
-            policy=policy,
-            objects=Objects(root, file_mode=OBJECT_MODE, dir_mode=dir_mode, trusted=_Trust(index, root)),
+            id=config.id,
+            policy=config.policy,
+            objects=Objects(root, file_mode=OBJECT_MODE, dir_mode=config.dir_mode, trusted=_Trust(index, root)),
             index=index,
-            refs=Refs(root, file_mode=file_mode, dir_mode=dir_mode),
-            leases=Leases(root, file_mode=file_mode, dir_mode=dir_mode),
-            memos=Memos(root, file_mode=file_mode, dir_mode=dir_mode),
+            refs=Refs(root, **modes),
+            leases=Leases(root, **modes),
+            memos=Memos(root, **modes),
         )
 
     @classmethod
@@ -140,27 +92,9 @@ class Store:
         Raises:
             Invalid: for an unknown policy, or a place that cannot be written.
         """
-        if policy not in POLICIES:
-            raise Invalid(f"{policy!r} is not a policy", hint=f"one of {', '.join(POLICIES)}")
         root = Path(os.path.abspath(path))  # noqa: PTH100
-        if (root / CONFIG).exists():
-            return cls.open(root)
-        dir_mode, file_mode = POLICIES[policy]
-        config = f'format = {FORMAT}\nrequires = []\nid = "{uuid.uuid4()}"\npolicy = "{policy}"\n'
-        with faults(f"making a store at {root}"):
-            root.parent.mkdir(parents=True, exist_ok=True)
-            make_directory(root, dir_mode)
-            store = cls._configured(root, config.encode())
-            store.objects.make_folders()
-            for name in _FOLDERS:
-                make_directory(root / name, dir_mode)
-            store.memos.make_folders()
-            with directory(root, "locks") as folder:
-                for name in ("store", "gc", "refs"):
-                    with contextlib.suppress(FileExistsError):
-                        os.close(create(folder, name, file_mode))
-            # Last, and without replacing: from here on it is a store, and of two that make it one is right.
-            write_file(root, (), CONFIG, config.encode(), mode=file_mode, dir_mode=dir_mode, replace=False)
+        if not (root / CONFIG).exists():
+            make_store(root, policy)
         return cls.open(root)
 
     @property
@@ -177,7 +111,7 @@ class Store:
 
     def now(self) -> float:
         """The file system's time, in seconds: the one clock that decides ages."""
-        return leases.clock(self.path)
+        return clock(self.path)
 
     def check_space(self, bytes_needed: int) -> None:
         """See that the disk holds so many more bytes, and keeps a floor free.
@@ -236,16 +170,12 @@ class Store:
         return [(family, each) for family in families for each in self._starting(family, digits or "")]
 
     def _starting(self, family: str, prefix: str) -> list[Digest]:
-        found = set()
+        found: set[Digest | None] = set()
         folders = [(family, prefix[:2]), *(("trash", epoch, family) for epoch in self.objects.epochs())]
         for parts in folders:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError), directory(self.path, *parts) as folder:
-                for name in listing(folder):
-                    stem = name.removesuffix(FAMILIES[family])
-                    if name.startswith(prefix) and stem + FAMILIES[family] == name:
-                        with contextlib.suppress(Invalid):
-                            found.add(Digest.parse(stem))
-        return sorted(found)
+                found.update(parse_name(name, family) for name in listing(folder) if name.startswith(prefix))
+        return sorted(digest for digest in found if digest is not None)
 
     def _may_be_snapshot(self, digest: Digest) -> bool:
         """Whether it hashes as a snapshot, or as nothing (a corrupt one is still the one that was meant)."""
@@ -353,6 +283,14 @@ class Store:
                         found.append(record)
         return max(found, key=lambda record: record.time_seconds, default=None)
 
+    def read_plan(self, rev: str | Digest, columns: Sequence[str] | None = None) -> ReadPlan:
+        """All that a reader opens files by; presence and stamps are looked up here. See ``plans.read_plan``."""
+        return plans.read_plan(self, rev if isinstance(rev, Digest) else self.resolve(rev), columns)
+
+    def build_plan(self, build: str, columns: Sequence[str] | None = None) -> tuple[ReadPlan, bool]:
+        """The same of a build that is still growing, and whether it is done. See ``plans.build_plan``."""
+        return plans.build_plan(self, build, columns)
+
     # -- writing and using -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -387,115 +325,6 @@ class Store:
         now = self.now()
         self.index.put_stamps([(digest.raw, Stamp(stat, now, family)) for digest, family, stat in verified])
 
-    # -- plans -----------------------------------------------------------------------------------------------------
-
-    def read_plan(self, rev: str | Digest, columns: Sequence[str] | None = None) -> ReadPlan:
-        """All that a reader opens files by; presence and stamps are looked up here.
-
-        Args:
-            rev: A snapshot.
-            columns: The columns wanted, in the order wanted; None for all that the store means to have.
-
-        Raises:
-            NotFound, Invalid: if there is no such snapshot or column.
-            Missing: naming the blobs that are not there.
-            Corrupt: if one has another size than its page says.
-            Partial: for a column that this store has no part of.
-        """
-        digest = rev if isinstance(rev, Digest) else self.resolve(rev)
-        snapshot = self.snapshot(digest)
-        expected = partials.expected(self.path, digest)
-        if columns is None:
-            columns = [each.name for each in snapshot.columns if expected is None or each.name in expected]
-        chosen = [snapshot.column(name) for name in columns]
-        rows: list[int] = []
-        blobs: list[list[Blob]] = [[] for _ in chosen]
-        for leaf in self.leaves(snapshot):
-            rows += all_u64(leaf.rows)
-            for mine, (place, _) in zip(blobs, chosen, strict=True):
-                mine.extend(map(Blob, all_digests(leaf.blobs[place]), all_u64(leaf.sizes[place])))
-        what = f"snapshot {digest.short}"
-        absent_columns = [] if expected is None else [each.name for _, each in chosen if each.name not in expected]
-        try:
-            return self._plan(
-                what, tuple(rows), [column for _, column in chosen], blobs, snapshot.constants,
-                snapshot=digest, data=self.rows_root_of(snapshot), masked=self.dropped(snapshot).masked,
-            )  # fmt: skip
-        except Missing as error:
-            if not absent_columns:
-                raise
-            raise Partial(
-                f"this store has only a part of {digest.short}, without {', '.join(absent_columns)}",
-                hint=f"fetch the rest from a store that has it: `zgstore copy {digest.short} --to {self.path}`",
-                columns=sorted(expected or ()),
-            ) from error
-
-    def build_plan(self, build: str, columns: Sequence[str] | None = None) -> tuple[ReadPlan, bool]:
-        """The same of a build that is still growing, as far as it is, and whether it is done.
-
-        Raises:
-            NotFound: if there is no such build.
-        """
-        grown = self.memos.build(build)
-        if grown is None:
-            raise NotFound(f"there is no build {build!r}", hint="it was published and collected: read its ref")
-        by_name = {column.name: at for at, column in enumerate(grown.columns)}
-        unknown = [name for name in columns or () if name not in by_name]
-        if unknown:
-            raise Invalid(f"the build has no column {unknown[0]!r}", hint=f"its columns are {', '.join(by_name)}")
-        places = [by_name[name] for name in (by_name if columns is None else columns)]
-        data = grown.head.get("data")
-        plan = self._plan(
-            f"build {build}",
-            tuple(shard.rows for shard in grown.shards),
-            [grown.columns[place] for place in places],
-            [[shard.blobs[place] for shard in grown.shards] for place in places],
-            [Constant.from_value(value) for value in grown.head.get("constants") or ()],
-            snapshot=grown.snapshot,
-            data=Digest(data) if isinstance(data, bytes) else None,
-            masked=(),
-            build=build,
-        )
-        return plan, grown.snapshot is not None
-
-    def _plan(
-        self, what: str, rows: tuple[int, ...], columns: Sequence[Column], blobs: Sequence[Sequence[Blob]],
-        constants: Sequence[Constant], *, snapshot: Digest | None, data: Digest | None, masked: tuple[int, ...],
-        build: str = "",
-    ) -> ReadPlan:  # fmt: skip
-        wanted = [*(blob for each in blobs for blob in each), *(Blob(each.blob, each.size) for each in constants)]
-        planned = iter(self._blob_plans(what, snapshot, wanted))
-        return ReadPlan(
-            objects=str(self.path / "objects"),
-            snapshot=str(snapshot) if snapshot else "",
-            data=str(data) if data else "",
-            shard_rows=rows,
-            masked=masked,
-            columns=tuple(
-                ColumnPlan(column, tuple(next(planned) for _ in each))
-                for column, each in zip(columns, blobs, strict=True)
-            ),
-            constants=tuple((each.name, each.dtype, each.shape, next(planned)) for each in constants),
-            build=build,
-        )
-
-    def _blob_plans(self, what: str, snapshot: Digest | None, blobs: Sequence[Blob]) -> list[BlobPlan]:
-        digests = [blob.digest for blob in blobs]
-        stats = self.objects.stats(digests, "objects")
-        absent = [digest for digest, stat in zip(digests, stats, strict=True) if stat is None]
-        if absent:
-            raise missing_parts(snapshot or absent[0], absent)
-        stamps, now = self.index.stamps([digest.raw for digest in digests]), self.now()
-        plans = []
-        for blob, stat, stamp in zip(blobs, stats, stamps, strict=True):
-            assert stat is not None
-            if stat.size != blob.size:
-                raise _wrong_size(self.objects.path(blob.digest, "objects"), blob, stat.size, what)
-            verified = stamp is not None and stamp.fits(stat, now)
-            plans.append(BlobPlan(blob.digest.hex, blob.size, stat, verified))
-        return plans
-
-
 @dataclass(frozen=True, slots=True)
 class _Trust:
     """Whether a valid stamp vouches for a file that is already there."""
@@ -503,20 +332,9 @@ class _Trust:
     index: Index
     root: Path
 
-    def __call__(self, digest: Digest, family: str, stat: Stat) -> bool:
+    def __call__(self, digest: Digest, stat: Stat) -> bool:
         (stamp,) = self.index.stamps([digest.raw])
-        return stamp is not None and stamp.kind == family and stamp.fits(stat, leases.clock(self.root))
-
-
-def _bad_config(root: Path, why: str) -> Corrupt:
-    return Corrupt(
-        f"{root / CONFIG} does not say what a store is: {why}",
-        hint='it must have format = 1, requires = [], id = "UUID" and policy = "private", "group" or "world-read"',
-        object=CONFIG,
-        expected="format, requires, id, policy",
-        actual=why,
-        path=str(root / CONFIG),
-    )
+        return stamp is not None and stamp.fits(stat, clock(self.root))
 
 
 def _not_together(page: Digest, why: str) -> Corrupt:
@@ -525,15 +343,4 @@ def _not_together(page: Digest, why: str) -> Corrupt:
         hint="run `zgstore verify` to see what it hurts and what mends it",
         object=str(page),
         expected="a page of it",
-    )
-
-
-def _wrong_size(path: Path, blob: Blob, size: int, what: str) -> Corrupt:
-    return Corrupt(
-        f"{path} has {size} bytes, but {what} says {blob.size}",
-        hint="make it anew: `zgstore verify --repair --recipe RECIPE`, or `--from STORE`",
-        object=str(blob.digest),
-        expected=blob.size,
-        actual=size,
-        path=str(path),
     )

@@ -1,0 +1,122 @@
+"""What a store is set up as: its configuration file, its permissions, and the making of a new one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tomllib
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from zgstore.errors import Corrupt, Invalid, NotFound
+from zgstore.format.manifest import FORMAT, check_features
+from zgstore.storage.files import create, directory, faults, make_directory, read_all, write_file
+from zgstore.storage.names import FAMILIES, PREFIXES
+
+CONFIG: Final = "zgstore.toml"
+POLICIES: Final = {  # permissions of folders, and of files that change
+    "private": (0o700, 0o600),
+    "group": (0o2770, 0o660),
+    "world-read": (0o755, 0o644),
+}
+OBJECT_MODE: Final = 0o444  # objects never change; who may not read them is kept out by the folders
+_FANNED: Final = (*FAMILIES, "actions")
+_FOLDERS: Final = (
+    "measurements", "builds", "refs", "refs/heads", "refs/tags", "reflog", "reflog/heads", "reflog/tags", "holds",
+    "leases", "tmp", "trash", "quarantine", "locks", "index",
+)  # fmt: skip
+_LOCKS: Final = ("store", "gc", "refs")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A store's configuration.
+
+    Args:
+        id: UUID given at init.
+        policy: ``private``, ``group`` or ``world-read``.
+        index: Where the index is kept, where that is not in the store.
+    """
+
+    id: str
+    policy: str
+    index: Path | None = None
+
+    @property
+    def dir_mode(self) -> int:
+        """Permissions of folders."""
+        return POLICIES[self.policy][0]
+
+    @property
+    def file_mode(self) -> int:
+        """Permissions of files that change."""
+        return POLICIES[self.policy][1]
+
+
+def read_config(root: Path) -> Config:
+    """The configuration of the store at ``root``.
+
+    Raises:
+        NotFound: if there is none.
+        Invalid: if it needs a format or a feature that this version does not know.
+        Corrupt: if it cannot be read.
+    """
+    try:
+        with directory(root) as folder:
+            text = read_all(folder, CONFIG, root / CONFIG, limit_bytes=1 << 20)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFound(f"there is no store at {root}", hint=f"make one: `zgstore init {root}`") from error
+    except OSError as error:
+        raise NotFound(f"the store at {root} cannot be opened: {error}", hint="check its permissions") from error
+    try:
+        value = tomllib.loads(text.decode("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise _bad(root, str(error)) from error
+    number, requires = value.get("format"), value.get("requires", [])
+    if type(number) is not int or not isinstance(requires, list):
+        raise _bad(root, "format is no number, or requires no list")
+    check_features(f"store ({root})", number, requires)
+    policy, store_id, index = value.get("policy"), value.get("id"), value.get("index")
+    if policy not in POLICIES or not isinstance(store_id, str) or not isinstance(index, str | None):
+        raise _bad(root, "id, policy or index")
+    return Config(store_id, policy, Path(index) / store_id if index else None)
+
+
+def make_store(root: Path, policy: str) -> None:
+    """Make a store at ``root``; what is there of one already stays.
+
+    Raises:
+        Invalid: for an unknown policy, or a place that cannot be written.
+    """
+    if policy not in POLICIES:
+        raise Invalid(f"{policy!r} is not a policy", hint=f"one of {', '.join(POLICIES)}")
+    dir_mode, file_mode = POLICIES[policy]
+    text = f'format = {FORMAT}\nrequires = []\nid = "{uuid.uuid4()}"\npolicy = "{policy}"\n'
+    with faults(f"making a store at {root}"):
+        root.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(root, dir_mode)
+        for name in (*_FANNED, *_FOLDERS):
+            make_directory(root / name, dir_mode)
+        for name in _FANNED:  # all 256, which are never removed
+            with directory(root, name) as folder:
+                for prefix in PREFIXES:
+                    make_directory(prefix, dir_mode, dir_fd=folder)
+        with directory(root, "locks") as folder:
+            for name in _LOCKS:
+                with contextlib.suppress(FileExistsError):
+                    os.close(create(folder, name, file_mode))
+        # Last, and without replacing: from here on it is a store, and of two that make it one is right.
+        write_file(root, (), CONFIG, text.encode(), mode=file_mode, dir_mode=dir_mode, replace=False)
+
+
+def _bad(root: Path, why: str) -> Corrupt:
+    return Corrupt(
+        f"{root / CONFIG} does not say what a store is: {why}",
+        hint='it must have format = 1, requires = [], id = "UUID" and policy = "private", "group" or "world-read"',
+        object=CONFIG,
+        expected="format, requires, id, policy",
+        actual=why,
+        path=str(root / CONFIG),
+    )
