@@ -30,11 +30,11 @@ class Pool:
         with self._lock:
             free = self._free[room, pinned]
             memory = free.pop() if free else None
-        if memory is None:
-            # Not an inference tensor, which could be neither written elsewhere nor enter autograd.
-            with torch.inference_mode(mode=False):
+        # Not an inference tensor, which could neither be written elsewhere nor enter autograd.
+        with torch.inference_mode(mode=False):
+            if memory is None:
                 memory = torch.empty(room, dtype=torch.uint8, pin_memory=pinned)
-        return memory[:wanted].view(dtype).view(tuple(shape))
+            return memory[:wanted].view(dtype).view(tuple(shape))
 
     def give(self, tensor: Tensor) -> None:
         """Take back what `take` gave. Nothing may look at it any more."""

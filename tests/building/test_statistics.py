@@ -1,0 +1,69 @@
+"""Boundaries are looked at as they pass, and rows that are not finite are found."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zgstore.building.statistics import Statistics, stats
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
+def test_statistics_are_those_of_all_elements(dtype):
+    x = torch.randn(7, 5, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found, wide = stats(x), x.double()
+    assert found.rows == 7
+    assert found.nonfinite == ()
+    assert found.rms == pytest.approx(float(wide.square().mean().sqrt()), rel=1e-5)
+    assert (found.low, found.high) == (float(wide.min()), float(wide.max()))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_rows_that_are_not_finite_are_named(bad):
+    x = torch.ones(5, 4)
+    x[1, 2] = x[4, 0] = bad
+    found = stats(x)
+    assert found.nonfinite == (1, 4)
+    assert (found.count, found.rms, found.low, found.high) == (18, 1.0, 1.0, 1.0)
+    ragged = stats(x, torch.tensor([2, 0, 2, 1]))
+    assert (ragged.rows, ragged.nonfinite) == (4, (0, 3))
+
+
+def test_huge_finite_values_are_finite():
+    found = stats(torch.tensor([[3e38, -3e38]]))
+    assert found.nonfinite == ()
+    assert found.rms == pytest.approx(3e38, rel=1e-5)
+
+
+def test_nothing_finite_and_nothing_at_all():
+    assert stats(torch.full((2, 3), math.nan)).nonfinite == (0, 1)
+    assert stats(torch.full((2, 3), math.nan)).as_value() == {}
+    assert stats(torch.zeros(0, 4)) == Statistics()
+    assert stats(torch.ones(3, 2, dtype=torch.int64)) == Statistics(rows=3)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(0, 10**6))
+def test_chunks_join_to_the_whole(sizes, seed):
+    x = torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(seed))
+    x[x > 2] = math.nan
+    joined = Statistics()
+    for part in x.split(sizes):
+        joined += stats(part)
+    whole = stats(x)
+    assert (joined.rows, joined.nonfinite, joined.count) == (whole.rows, whole.nonfinite, whole.count)
+    assert joined.rms == pytest.approx(whole.rms, rel=1e-5)
+    assert joined.as_value().keys() == whole.as_value().keys()
+
+
+def test_pieces_smaller_than_the_tensor_change_nothing(monkeypatch):
+    x = torch.randn(50, 7, generator=torch.Generator().manual_seed(1))
+    x[3, 3] = math.nan
+    whole = stats(x)
+    monkeypatch.setattr("zgstore.building.statistics._CHUNK", 11)
+    cut = stats(x)
+    assert (cut.nonfinite, cut.count, cut.low, cut.high) == (whole.nonfinite, whole.count, whole.low, whole.high)
+    assert cut.rms == pytest.approx(whole.rms, rel=1e-6)
