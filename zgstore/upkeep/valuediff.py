@@ -144,7 +144,9 @@ def _row_digests(store: Store, snapshot: Snapshot, dropped: Dropped, rows: int) 
     root = RowsRoot.decode(store.objects.read_meta(Digest(pinned), "page"))
     pages = (RowsPage.decode(store.objects.read_meta(page, "page")) for page in all_digests(root.pages))
     stream = np.frombuffer(b"".join(page.digests for page in pages), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-    stored = np.delete(stream, np.array(dropped.left_out, dtype=np.int64), axis=0)
+    kept = np.ones(len(stream), dtype=bool)
+    kept[[row for row in dropped.left_out if row < len(stream)]] = False
+    stored = stream[kept]
     return stored.tobytes() if len(stored) == rows else None
 
 
