@@ -1,10 +1,8 @@
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from zgstore.building import recipe as recipes
 from zgstore.building.recipe import Recipe, load_recipe
 from zgstore.errors import Invalid
 
@@ -37,16 +35,6 @@ def refusal(directory: Path, text: str) -> Invalid:
     with pytest.raises(Invalid) as caught:
         load_recipe(write(directory, text))
     return caught.value
-
-
-@pytest.fixture(autouse=True)
-def _own_import_path(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(recipes, "_directories", [])
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
 
 
 def test_a_recipe_is_read_as_it_is_written(tmp_path):

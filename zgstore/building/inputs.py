@@ -90,13 +90,13 @@ class Inputs:
         return len(self.row_digests) // DIGEST_BYTES
 
 
-def read_inputs(recipe: Recipe, *, limit: int | None = None, keep_bytes: int = KEEP_BYTES) -> Inputs:
+def read_inputs(recipe: Recipe, *, limit: int | None = None, keep_bytes: int | None = None) -> Inputs:
     """Read the stream once.
 
     Args:
         recipe: Whose data.
         limit: At most so many rows; the last batch is cut.
-        keep_bytes: How much of the batches may stay in memory.
+        keep_bytes: How much of the batches may stay in memory; None: ``KEEP_BYTES``.
 
     Raises:
         Invalid: for no rows, a batch that is none, a column that a batch lacks, constants that change, or labels that
@@ -105,6 +105,7 @@ def read_inputs(recipe: Recipe, *, limit: int | None = None, keep_bytes: int = K
     if limit is not None and limit < 1:
         raise Invalid(f"a limit of {limit} rows leaves nothing to build", hint="give at least 1")
     began = time.perf_counter()
+    keep_bytes = KEEP_BYTES if keep_bytes is None else keep_bytes
     reading = _Reading(recipe.capture)
     source = recipe.data.batches()
     infos: list[BatchInfo] = []
