@@ -34,8 +34,8 @@ def everything_of(store, digest):
     """Names of all that a snapshot is made of."""
     snapshot = store.snapshot(digest)
     with store.writing("test") as session:
-        blobs, pages = session.refers_to(snapshot, None)
-    return {digest.hex, *(blob.digest.hex for blob in blobs), *(page.hex for page in pages)}
+        parts = session._parts(snapshot, None)
+    return {digest.hex, *(raw.hex() for raws in parts.values() for raw in raws)}
 
 
 def as_json(report):

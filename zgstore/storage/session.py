@@ -246,7 +246,7 @@ class Session:
         blobs = dict.fromkeys(constant.blob.raw for constant in snapshot.constants)
         for leaf in self.store.leaves(snapshot):
             for packed in (leaf.blobs[place] for place in places):
-                blobs.update(dict.fromkeys(packed[at : at + DIGEST_BYTES] for at in range(0, len(packed), DIGEST_BYTES)))
+                blobs.update((packed[at : at + DIGEST_BYTES], None) for at in range(0, len(packed), DIGEST_BYTES))
         return {"objects": list(blobs), "meta": [page.raw for page in dict.fromkeys(pages + below)]}
 
     def _require_pages(self, pages: Sequence[Digest]) -> None:
