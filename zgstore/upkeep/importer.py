@@ -313,11 +313,17 @@ def _only(shard: plainfiles.Shard, rows: Sequence[int]) -> plainfiles.Shard:
     columns: dict[str, Tensor] = {}
     for name, tensor in shard.columns.items():
         if name in shard.lengths:
-            pieces = tensor.split(shard.lengths[name].tolist())
+            pieces = _pieces(tensor, shard.lengths[name])
             columns[name] = torch.cat([pieces[row] for row in rows])
         else:
             columns[name] = tensor[list(rows)]
     return plainfiles.Shard(columns, {name: lengths[list(rows)] for name, lengths in shard.lengths.items()})
+
+
+def _pieces(tensor: Tensor, lengths: Tensor) -> list[Tensor]:
+    """Each row's part of a tensor without padding."""
+    ends = torch.cumsum(lengths, 0).tolist()
+    return [tensor[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def _shard_batch(table: plainfiles.Table, shard: plainfiles.Shard, *, first: int) -> SampleBatch:
@@ -330,7 +336,7 @@ def _shard_batch(table: plainfiles.Table, shard: plainfiles.Shard, *, first: int
     if not by_role["boundary"] and not by_role["output"]:
         raise Invalid("no column is a boundary or an output", hint="import floating tensors, with context if any")
     lengths = next(iter(shard.lengths.values()), None)
-    if any(not torch.equal(each, lengths) for each in shard.lengths.values()):
+    if lengths is not None and any(not torch.equal(each, lengths) for each in shard.lengths.values()):
         raise Invalid("ragged columns have rows of unequal lengths", hint="import them as separate snapshots")
     if not context:
         context = {SOURCE_ROW: torch.arange(first, first + _rows_of(shard))}
@@ -339,7 +345,7 @@ def _shard_batch(table: plainfiles.Table, shard: plainfiles.Shard, *, first: int
         context=context,
         outputs=by_role["output"],
         lengths=lengths,
-        starts=torch.zeros_like(lengths) if starts is None and lengths is not None else starts,
+        starts=starts,
         ids=ids,
         digests=_packed_digests(context, shard.lengths),
         packed=frozenset(shard.lengths),
@@ -351,7 +357,7 @@ def _packed_digests(context: Mapping[str, Tensor], lengths: Mapping[str, Tensor]
     if not lengths.keys() & context.keys():
         return _digests(context)
     pieces = {
-        name: tensor.split(lengths[name].tolist()) if name in lengths else tensor.split(1)
+        name: _pieces(tensor, lengths[name] if name in lengths else torch.ones(len(tensor), dtype=torch.int64))
         for name, tensor in context.items()
     }
     rows = len(next(iter(pieces.values())))
