@@ -19,7 +19,10 @@ One class for each thing a caller would do differently::
 
 from __future__ import annotations
 
-from typing import ClassVar
+import json
+from typing import Any, ClassVar, Final, Self
+
+_CARRIED: Final = "\nzgstore error: "
 
 
 class ZgError(Exception):
@@ -27,18 +30,27 @@ class ZgError(Exception):
 
     Args:
         message: What happened, in one line, naming the thing it happened to.
-        hint: What to do next; a command where there is one.
+        hint: What to do next; a command where there is one. Left out, it is looked for in the message: a DataLoader
+            raises its worker's error again by class and text alone, and ``carried`` puts everything into the text.
         **fields: What a program may want to know (digests, paths, numbers); printed under ``error`` by ``--json``.
     """
 
     kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 2
 
-    def __init__(self, message: str, *, hint: str, **fields: object) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, **fields: object) -> None:
         super().__init__(message)
+        if hint is None:
+            message, hint, carried = _unpacked(message)
+            fields |= carried
         self.message = message
         self.hint = hint
         self.fields = fields
+
+    def carried(self) -> Self:
+        """The same error with hint and fields in its text."""
+        value = {"message": self.message, "hint": self.hint, "fields": self.fields}
+        return type(self)(self.message + _CARRIED + json.dumps(value, default=str))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by keyword, so that a worker process can raise it in its parent."""
@@ -47,6 +59,16 @@ class ZgError(Exception):
 
 def _rebuild(error: type[ZgError], message: str, hint: str, fields: dict[str, object]) -> ZgError:
     return error(message, hint=hint, **fields)
+
+
+def _unpacked(text: str) -> tuple[str, str, dict[str, Any]]:
+    """Message, hint and fields of an error that was raised again by its text."""
+    _, _, packed = text.rpartition(_CARRIED)
+    try:
+        value = json.loads(packed)
+        return value["message"], value["hint"], value["fields"]
+    except (ValueError, KeyError, TypeError):
+        return text, "the message says where it comes from; run `zgstore verify`", {}
 
 
 class NotFound(ZgError):
@@ -77,7 +99,7 @@ class Corrupt(ZgError):
         self,
         message: str,
         *,
-        hint: str,
+        hint: str | None = None,
         object: str = "",
         expected: object = None,
         actual: object = None,
@@ -85,10 +107,10 @@ class Corrupt(ZgError):
         **fields: object,
     ) -> None:
         super().__init__(message, hint=hint, object=object, expected=expected, actual=actual, path=path, **fields)
-        self.object = object
-        self.expected = expected
-        self.actual = actual
-        self.path = path
+        self.object = str(self.fields["object"])
+        self.expected = self.fields["expected"]
+        self.actual = self.fields["actual"]
+        self.path = str(self.fields["path"])
 
 
 class Missing(ZgError):

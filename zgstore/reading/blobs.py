@@ -23,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import get_worker_info
 
 from zgstore.errors import Corrupt, Invalid, Missing, Transient, ZgError
 from zgstore.format.blobheader import ALIGNMENT, BlobHeader, read_header
@@ -225,7 +226,12 @@ class Blobs:
                 here.files.move_to_end(number)
                 file.users += 1
         if file is None:
-            opened = self._open(number)
+            try:
+                opened = self._open(number)
+            except ZgError as error:
+                if get_worker_info() is None:
+                    raise
+                raise error.carried() from error  # a loader hands on the class and the text alone
             with here.lock:
                 file = here.files.setdefault(number, opened)
                 file.users += 1
