@@ -6,6 +6,8 @@ import torch
 from zgstore.building import recipe as recipes
 from zgstore.storage.store import Store
 
+PROJECT_MODULES = ("tiny_project_", "twin", "entry_", "shared_features", "beside", "same", "nearly", "single")
+
 
 @pytest.fixture(autouse=True)
 def _own_import_path(monkeypatch):
@@ -15,7 +17,7 @@ def _own_import_path(monkeypatch):
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
-        if name.startswith(("tiny_project_", "twin", "entry_", "shared_features", "beside", "same", "nearly", "single")):
+        if name.startswith(PROJECT_MODULES):
             del sys.modules[name]
 
 

@@ -32,7 +32,7 @@ def dense(store, snapshot, name):
 
 
 def test_a_build_stores_what_the_teacher_computes_bit_for_bit(tmp_path, store):
-    path, module = make_project(tmp_path / "p")
+    path, _module = make_project(tmp_path / "p")
     report = build(store, path)
     assert store.refs.get("cache") == report.snapshot
     assert report.samples == 12
@@ -112,7 +112,7 @@ def test_partitions_of_one_teacher_share_their_bytes(tmp_path, store):
 
 
 def test_the_digest_does_not_depend_on_path_workers_or_memory(tmp_path, store, monkeypatch):
-    path, module = make_project(tmp_path / "p", rows=11)
+    path, _module = make_project(tmp_path / "p", rows=11)
     first = build(store, path)
     moved = tmp_path / "elsewhere" / "deep"
     moved.mkdir(parents=True)
@@ -173,7 +173,8 @@ def test_a_change_is_a_miss_or_a_refusal_that_names_it(tmp_path, store, kind):
         reasons = {why.reason for why in report.explain if not why.hit}
         assert reasons == {"changed: data.pins.length"}
     else:
-        report = build(store, write_recipe(tmp_path / "p", module, storage='dtype = "bfloat16"\nbatches_per_shard = 2'), explain=True)
+        narrow = write_recipe(tmp_path / "p", module, storage='dtype = "bfloat16"\nbatches_per_shard = 2')
+        report = build(store, narrow, explain=True)
         reasons = {why.reason for why in report.explain if not why.hit}
         assert reasons == {"changed: dtype"}
         assert {why.column for why in report.explain if why.hit} == {"input_ids", "labels", "id"}
@@ -204,7 +205,7 @@ def test_a_changed_line_of_code_is_a_miss_and_the_same_snapshot(tmp_path, store)
 def test_the_files_of_a_teacher_make_a_no_op_sure(tmp_path, store):
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "weights.bin").write_bytes(b"one")
-    path, module = make_project(tmp_path / "p", teacher='files = ["weights.bin"]')
+    path, _module = make_project(tmp_path / "p", teacher='files = ["weights.bin"]')
     assert build(store, path).teacher == "measured"
     again = build(store, path)
     assert (again.teacher, again.teacher_loaded) == ("measured", False)
@@ -222,7 +223,7 @@ def test_check_teacher_measures_it_though_nothing_is_missing(tmp_path, store):
 
 
 def test_ragged_rows_lose_their_padding_and_keep_where_they_began(tmp_path, store):
-    path, module = make_project(
+    path, _module = make_project(
         tmp_path / "p", data_args='padding = "left"', context=("input_ids", "labels"),
         capture='lengths = "attention_mask"\nsequence = ["input_ids", "labels"]',
     )  # fmt: skip
@@ -260,7 +261,7 @@ def test_a_codec_and_a_dtype_apply_to_the_columns_they_are_given_for(tmp_path, s
 
 
 def test_nan_is_an_error_that_names_column_row_and_values_and_binds_nobody(tmp_path, store):
-    path, module = make_project(tmp_path / "p", teacher_args="poison = 15")
+    path, _module = make_project(tmp_path / "p", teacher_args="poison = 15")
     with pytest.raises(NonFinite) as caught:
         build(store, path)
     assert "layers.0:in" in caught.value.message
@@ -278,7 +279,7 @@ def test_nan_is_an_error_that_names_column_row_and_values_and_binds_nobody(tmp_p
 
 
 def test_what_makes_no_sense_is_an_error_at_build_time(tmp_path, store):
-    path, module = make_project(tmp_path / "p")
+    _path, module = make_project(tmp_path / "p")
     with pytest.raises(Invalid, match="no context column 'position_ids'") as caught:
         build(store, write_recipe(tmp_path / "p", module, context=("position_ids",)))
     assert "input_ids" in caught.value.hint
@@ -323,7 +324,8 @@ def test_constants_are_stored_once_and_must_not_change(tmp_path, store):
     report = build(store, path)
     (constant,) = store.snapshot(report.snapshot).constants
     assert (constant.name, constant.dtype, constant.shape) == ("bias", "F32", (5,))
-    path.write_text(path.read_text().replace("args = {  }\nid = \"tiny/data\"", "args = { changes = true }\nid = \"x\""))
+    changing = path.read_text().replace('args = {  }\nid = "tiny/data"', 'args = { changes = true }\nid = "x"')
+    path.write_text(changing)
     with pytest.raises(Invalid, match="constant 'bias'"):
         build(store, path)
 
@@ -368,7 +370,7 @@ def test_an_extractor_can_leave_rows_out_and_their_ids_survive(tmp_path, store):
 
 
 def test_a_dry_run_says_what_would_be_done_and_does_nothing(tmp_path, store):
-    path, module = make_project(tmp_path / "p")
+    path, _module = make_project(tmp_path / "p")
     dry = build(store, path, dry_run=True, explain=True)
     assert dry.snapshot is None
     assert (dry.shards_built, dry.columns_built, dry.teacher) == (3, 6, "unknown")
@@ -380,7 +382,7 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(tmp_path, store):
 
 
 def test_a_ref_that_moved_meanwhile_is_a_conflict_unless_it_moved_to_the_same(tmp_path, store):
-    path, module = make_project(tmp_path / "p")
+    path, _module = make_project(tmp_path / "p")
     other = build(store, path, limit=4, ref=None)
 
     def meddle(progress):
@@ -469,7 +471,7 @@ def test_an_estimate_is_what_a_build_then_stores(tmp_path, store):
 
 
 def test_an_estimate_without_a_skeleton_loads_the_teacher_and_says_so(tmp_path, store):
-    path, module = make_project(tmp_path / "p")
+    path, _module = make_project(tmp_path / "p")
     found = estimate(store, path)
     assert found.as_value()["teacher_loaded"]
     assert sum(found.columns.values()) == build(store, path).total_bytes

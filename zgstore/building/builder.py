@@ -41,7 +41,7 @@ from zgstore.building.publication import Assembled, assemble, nonfinite_error, p
 from zgstore.building.recipe import Recipe, load_recipe
 from zgstore.errors import Invalid
 from zgstore.format.digest import Digest
-from zgstore.format.manifest import Action, Column, Shard, Snapshot, all_u64, pack_u64
+from zgstore.format.manifest import Action, Column, Record, Shard, Snapshot, all_u64, pack_u64
 from zgstore.format.tensorfile import layout_of_column
 from zgstore.storage.builds import BuildFile
 from zgstore.storage.memos import platform_tag
@@ -393,10 +393,14 @@ class _Build:
         locked = _compare(self.store, self.lock, assembled, recipe) if self.lock else None
         # A build that was to reproduce a locked snapshot and did not moves no ref.
         ref = self.options.ref if locked in {None, "same"} else None
-        record = record_of(
-            self.store, assembled, plan, recipe, parent=self.expect, durations=self._seconds(run),
-            circumstance={**self.options.circumstance, "drop": self.options.on_nonfinite == "drop"},
-        )  # fmt: skip
+        circumstance = {**self.options.circumstance, "drop": self.options.on_nonfinite == "drop"}
+
+        def record() -> Record:
+            return record_of(
+                self.store, assembled, plan, recipe, parent=self.expect, durations=self._seconds(run),
+                circumstance=circumstance,
+            )  # fmt: skip
+
         publish(self.session, assembled, ref=ref, expect=self.expect, record=record)
         if self.follow is not None:
             self.follow.finish(assembled.digest)

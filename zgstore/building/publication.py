@@ -6,7 +6,7 @@ import os
 import platform as host
 import pwd
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Final
@@ -187,15 +187,23 @@ def keep_constants(session: Session, constants: Mapping[str, Any]) -> tuple[Cons
             draft = session.draft(size_hint=len(content))
             draft.write(content)
             session.keep(draft)
+            session.sync()
         kept.append(Constant(name, dtype, shape, blob.digest, blob.size))
-    session.sync()
     return tuple(kept)
 
 
 def publish(
-    session: Session, assembled: Assembled, *, ref: str | None, expect: Digest | Expectation | None, record: Record,
+    session: Session, assembled: Assembled, *, ref: str | None, expect: Digest | Expectation | None,
+    record: Callable[[], Record],
 ) -> bool:  # fmt: skip
     """Pages, snapshot, record and ref, in this order (FORMAT 1, 7.4). Nothing is written where all of it is there.
+
+    Args:
+        session: Whose lease names all of it.
+        assembled: What is published.
+        ref: The name to move; None moves none.
+        expect: What it must name now.
+        record: Called only if there is something to say.
 
     Returns:
         Whether the ref was moved, or the snapshot is new.
@@ -212,7 +220,7 @@ def publish(
         session.put_meta("page", body)
     session.sync()
     try:
-        session.publish(assembled.snapshot, record=record, ref=ref, expect=expect)
+        session.publish(assembled.snapshot, record=record(), ref=ref, expect=expect)
     except Conflict:
         # Another build of the same recipe was faster: what was wanted is there.
         if ref is None or store.refs.get(ref, "head") != assembled.digest:

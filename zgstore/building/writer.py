@@ -24,7 +24,7 @@ from zgstore.building.shards import ShardDraft
 from zgstore.errors import Invalid
 from zgstore.format import canonical
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
-from zgstore.format.manifest import CODECS, Action, Column, Constant, Pins, nth_digest, rows_tree
+from zgstore.format.manifest import CODECS, Action, Column, Constant, Pins, Record, nth_digest, rows_tree
 from zgstore.storage.memos import platform_tag
 from zgstore.storage.refs import ANY, Expectation
 from zgstore.storage.store import Session, Store
@@ -193,10 +193,13 @@ class Writer:
         constants: tuple[Constant, ...] = keep_constants(session, self._constants)
         plan = self._plan(Pins(self._base["teacher"], pin, self._base["capture"]))
         assembled = assemble(plan, [*pages, root], constants, {}, cut=self._cut, on_nonfinite=self._on_nonfinite)
-        record = record_of(
-            self._store, assembled, plan, None, parent=self._store.refs.get(ref, "head") if ref else None,
-            durations={}, circumstance=circumstance or {},
-        )  # fmt: skip
+        parent = self._store.refs.get(ref, "head") if ref else None
+
+        def record() -> Record:
+            return record_of(
+                self._store, assembled, plan, None, parent=parent, durations={}, circumstance=circumstance or {}
+            )
+
         publish(session, assembled, ref=ref, expect=expect, record=record)
         return assembled.digest
 
