@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zgstore
-from zgtrain.pretrained import find_model, load_config, quietly
+from zgtrain.pretrained import dequantised, find_model, load_config, quietly
 from zgtrain.texts import chat_batches, text_batches
 
 __all__ = ["chat_batches", "round_linear_weights", "skeleton", "teacher", "text_batches"]
@@ -50,6 +50,7 @@ def teacher(
             attn_implementation=attn_implementation,
             local_files_only=True,
             **place.gguf,
+            **dequantised(place),
         )
     if round_weights_bits is not None:
         round_linear_weights(model, bits=round_weights_bits)

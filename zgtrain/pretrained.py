@@ -7,6 +7,7 @@ an optional dependency (``pip install 'zgstore[hf]'``) and is imported when it i
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,15 +83,26 @@ def load_tokenizer(path: str) -> Any:
     return kind.from_pretrained(place.folder, local_files_only=True, **place.gguf)
 
 
+def dequantised(place: ModelPlace) -> dict[str, Any]:
+    """The keyword that asks for a dense model where this version of transformers could keep a GGUF file's blocks."""
+    import transformers  # noqa: PLC0415 — heavy, and optional
+
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if place.gguf_file is None or config is None else {"quantization_config": config(dequantize=True)}
+
+
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Without transformers' own progress bars: whoever called has one already."""
+    """Without progress bars: whoever called has one already. transformers' own switch does not reach all of them."""
+    from tqdm.auto import tqdm  # noqa: PLC0415 — of transformers
     from transformers.utils import logging  # noqa: PLC0415 — heavy, and optional
 
-    shown = logging.is_progress_bar_enabled()
+    shown, begin = logging.is_progress_bar_enabled(), tqdm.__init__
     logging.disable_progress_bar()
+    tqdm.__init__ = functools.partialmethod(begin, disable=True)
     try:
         yield
     finally:
+        tqdm.__init__ = begin
         if shown:
             logging.enable_progress_bar()
