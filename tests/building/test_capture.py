@@ -217,6 +217,21 @@ def test_states_that_lack_a_position_are_refused_saying_shapes():
             run(teachers.Shorter(), batch, ["cut:out"], lengths=lengths)
 
 
+def test_positions_may_lie_on_any_axis_of_what_keeps_its_padding():
+    class Convolved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.conv = nn.Embedding(61, 8), nn.Conv1d(8, 4, 3, padding=1)
+
+        def forward(self, input_ids):
+            return self.conv(self.embedding(input_ids).transpose(1, 2))
+
+    batch = teachers.tokens(rows=2, positions=5)
+    assert run(Convolved(), batch, ["conv:out"]).columns["conv:out"].shape == (2, 4, 5)
+    with pytest.raises(Invalid, match="lengths must agree"):
+        run(Convolved(), batch, ["conv:out"], lengths="attention_mask")
+
+
 def test_tensors_without_the_batchs_rows_are_refused_saying_shapes():
     with pytest.raises(Invalid, match=r"\[1, 7, 8\] for a batch of 3 rows"):
         run(teachers.llama(), teachers.tokens(), ["model.rotary_emb:out"])

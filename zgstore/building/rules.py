@@ -33,7 +33,9 @@ class View:
                 f"{name!r} has the shape {shape} for a batch of {self.rows} rows",
                 hint="the first axis of a column is the samples'; choose a point that keeps it",
             )
-        if boundary and len(shape) > 2 and self.positions and shape[1] not in self.positions:
+        # Padded states may have their positions on any axis; those that lose their padding have them on the second.
+        axes = shape[1:] if self.lengths is None else shape[1:2]
+        if boundary and len(shape) > 2 and self.positions and self.positions.isdisjoint(axes):
             said = " or ".join(map(str, sorted(self.positions)))
             raise Invalid(
                 f"{name!r} has the shape {shape} for a batch of {self.rows} rows and {said} positions: "
