@@ -70,6 +70,12 @@ def test_links_are_followed_as_hubs_caches_need(tmp_path):
     assert files_digest(["snapshot"], base=tmp_path) == files_digest(["plain"], base=tmp_path)
 
 
+def test_links_in_a_circle_end(tmp_path):
+    folder(tmp_path, {"m/a": "1", "m/sub/b": "2", "plain/a": "1", "plain/sub/b": "2"})
+    (tmp_path / "m" / "sub" / "round").symlink_to(tmp_path / "m")
+    assert files_digest(["m"], base=tmp_path) == files_digest(["plain"], base=tmp_path)
+
+
 def test_what_is_not_there_is_missing(tmp_path):
     (tmp_path / "empty").mkdir()
     for text in ("none", "empty", "package:no_such_package_at_all", "package:"):

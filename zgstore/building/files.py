@@ -104,13 +104,15 @@ def files_digest(paths: Sequence[str], *, base: Path, digests: FileDigests = fil
     return digest_of("files", *chunks)
 
 
-def _walk(root: Path) -> Iterator[Path]:
-    """The files below, by name; links are followed, as hubs' caches consist of them."""
+def _walk(root: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """The files below, by name; links are followed, as hubs' caches consist of them, but not round in circles."""
+    above |= {root.resolve()}
     for path in sorted(root.iterdir(), key=lambda path: path.name):
         if path.name.startswith(".") or path.name == "__pycache__" or path.suffix == ".pyc":
             continue
         if path.is_dir():
-            yield from _walk(path)
+            if path.resolve() not in above:
+                yield from _walk(path, above)
         elif path.is_file():
             yield path
 
