@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,15 +67,30 @@ class Trash:
                 return True
         return False
 
-    def to_trash(self, epoch: str, digest: Digest, family: str) -> None:
-        """Move it into ``trash/EPOCH/``. The caller holds the store lock exclusively."""
-        name = digest.hex + FAMILIES[family]
-        with (
-            faults(f"moving {digest.short} to the trash"),
-            directory(self.root, family, name[:2]) as folder,
-            directory(self.root, "trash", epoch, family, make=self._dir_mode) as trash,
-        ):
-            os.rename(name, name, src_dir_fd=folder, dst_dir_fd=trash)
+    def to_trash(self, epoch: str, digest: Digest, family: str) -> bool:
+        """Move one object into ``trash/EPOCH/``; see ``all_to_trash``."""
+        return bool(self.all_to_trash(epoch, [(family, digest)]))
+
+    def all_to_trash(self, epoch: str, items: Iterable[tuple[str, Digest]]) -> list[tuple[str, Digest]]:
+        """Move objects (family, digest) into ``trash/EPOCH/``; returns those that were there.
+
+        The caller holds the store lock exclusively, so folders are opened once for all of them.
+        """
+        moved = []
+        with contextlib.ExitStack() as stack, faults("moving objects to the trash"):
+            handles: dict[str, tuple[int, int]] = {}
+            for family, digest in items:
+                if family not in handles:
+                    places = (
+                        directory(self.root, family),
+                        directory(self.root, "trash", epoch, family, make=self._dir_mode),
+                    )
+                    handles[family] = stack.enter_context(places[0]), stack.enter_context(places[1])
+                name = digest.raw.hex() + FAMILIES[family]
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(f"{name[:2]}/{name}", name, src_dir_fd=handles[family][0], dst_dir_fd=handles[family][1])
+                    moved.append((family, digest))
+        return moved
 
     def trashed(self) -> Iterator[Trashed]:
         """All that is in the trash, epoch by epoch."""
@@ -92,21 +107,24 @@ class Trash:
                                 size = os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
                                 yield Trashed(epoch, family, digest, size)
 
-    def aside(self, trashed: Trashed, folder_name: str) -> bool:
-        """Rename it out of the trash into ``tmp/FOLDER_NAME``, to be unlinked outside the lock; False if it is gone."""
-        name = trashed.digest.hex + FAMILIES[trashed.family]
-        with (
-            faults(f"setting {trashed.digest.short} aside"),
-            contextlib.suppress(FileNotFoundError),
-            directory(self.root, "trash", trashed.epoch, trashed.family) as trash,
-            directory(self.root, "tmp", folder_name, make=self._dir_mode) as tmp,
-        ):
-            os.rename(name, f"{trashed.family}-{name}", src_dir_fd=trash, dst_dir_fd=tmp)
-            return True
-        return False
+    def all_aside(self, items: Iterable[Trashed], folder_name: str) -> list[Trashed]:
+        """Rename out of the trash into ``tmp/FOLDER_NAME``, to be unlinked outside the lock; returns those there."""
+        moved = []
+        with contextlib.ExitStack() as stack, faults("setting trash aside"):
+            tmp = stack.enter_context(directory(self.root, "tmp", folder_name, make=self._dir_mode))
+            handles: dict[tuple[str, str], int] = {}
+            for item in items:
+                place = (item.epoch, item.family)
+                name = item.digest.raw.hex() + FAMILIES[item.family]
+                with contextlib.suppress(FileNotFoundError):
+                    if place not in handles:
+                        handles[place] = stack.enter_context(directory(self.root, "trash", *place))
+                    os.rename(name, f"{item.family}-{name}", src_dir_fd=handles[place], dst_dir_fd=tmp)
+                    moved.append(item)
+        return moved
 
     def remove_aside(self, folder_name: str) -> None:
-        """Unlink what ``aside`` collected, or a leftover of ``tmp/``; can take milliseconds a file: hold no lock."""
+        """Unlink what ``all_aside`` set there, or a leftover of ``tmp/``; takes milliseconds a file: hold no lock."""
         with faults(f"removing tmp/{folder_name}"), directory(self.root, "tmp") as tmp:
             remove_tree(tmp, folder_name)
 

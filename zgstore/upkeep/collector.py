@@ -211,12 +211,8 @@ class _Collection:
         for batch in _batches(trashed):
             with self._alone():
                 loose = self.recheck.loose([(item.family, item.digest) for item in batch])
-                gone = [
-                    item
-                    for item in batch
-                    if ((item.family, item.digest) in loose or self._is_in_place(item))
-                    and self.store.objects.aside(item, aside)
-                ]
+                due = [item for item in batch if (item.family, item.digest) in loose or self._is_in_place(item)]
+                gone = self.store.objects.all_aside(due, aside)
             self.store.objects.remove_aside(aside)
             self.done.freed += Count.of(gone)
 
@@ -243,15 +239,12 @@ class _Collection:
 
     # (4) Lock exclusive, small batches: re-read, re-check each candidate, rename into the trash.
     def _trash(self) -> list[Trashed]:
-        trashed = []
+        trashed: list[Trashed] = []
         for batch in _batches(self.planned.trash):
             with self._alone():
                 loose = self.recheck.loose([(item.family, item.digest) for item in batch])
-                for item in batch:
-                    there = self.store.objects.stat(item.digest, item.family) is not None
-                    if there and (item.family, item.digest) in loose:
-                        self.store.objects.to_trash(self.epoch, item.digest, item.family)
-                        trashed.append(Trashed(self.epoch, item.family, item.digest, item.size))
+                moved = set(self.store.objects.all_to_trash(self.epoch, loose))
+            trashed += [Trashed(self.epoch, *item) for item in batch if item[:2] in moved]
         self.done.trashed = Count.of(trashed)
         return trashed
 
@@ -274,10 +267,10 @@ class _Recheck:
         self.store, self.rules, self.marks = store, planned.rules, planned.marks
         self.since = Reach(store, beyond=planned.marks.reach)
         self.read = dict(planned.marks.leased)
-        self.folders: dict[str, int] = {}
+        self.folders = dict.fromkeys((store.path / "meta" / prefix for prefix in PREFIXES), 0)
 
     def loose(self, items: Sequence[tuple[str, Digest]]) -> set[tuple[str, Digest]]:
-        """Those of the items that nothing keeps."""
+        """Those of the items (family, digest) that nothing keeps."""
         found = roots(self.store, retention=self.rules.retention, now=self.rules.now)
         for root in found.named:
             self.since.add(root.digest, root.kind)
@@ -287,16 +280,13 @@ class _Recheck:
             leased.update(at for at in batch.find(digests).tolist() if at >= 0)
             self._reach_what_is_new(lease, digests)
         self._reach_snapshots_born_since()
-        kept = set()
+        at = batch.find(b"".join(digest.raw for _, digest in items)).tolist()
+        kept = {item for item, place in zip(items, at, strict=True) if place in leased}
         for family in FAMILIES:
-            mine = [digest for each, digest in items if each == family]
-            reached = self.since.has(b"".join(digest.raw for digest in mine), family)
-            kept |= {(family, digest) for digest, is_kept in zip(mine, reached.tolist(), strict=True) if is_kept}
-        return {
-            (family, digest)
-            for family, digest in items
-            if (family, digest) not in kept and int(batch.find(digest.raw)[0]) not in leased
-        }
+            mine = [item for item in items if item[0] == family]
+            reached = self.since.has(b"".join(digest.raw for _, digest in mine), family)
+            kept.update(item for item, is_kept in zip(mine, reached.tolist(), strict=True) if is_kept)
+        return {item for item in items if item not in kept}
 
     def _reach_what_is_new(self, lease: str, digests: bytes) -> None:
         """A reader's lease may name a snapshot that nothing else keeps."""
@@ -308,12 +298,11 @@ class _Recheck:
                     self.since.add(digest, "lease")
 
     def _reach_snapshots_born_since(self) -> None:
-        for prefix in PREFIXES:
-            folder = self.store.path / "meta" / prefix
+        for folder, seen in self.folders.items():
             changed = folder.stat().st_mtime_ns
-            if self.folders.get(prefix) == changed:
+            if changed == seen:
                 continue
-            self.folders[prefix] = changed
+            self.folders[folder] = changed
             names = b"".join(_digest_named(path.name) for path in folder.iterdir())
             for digest in all_digests(chosen(names, ~self.marks.meta.has(names))):
                 with contextlib.suppress(Missing, Corrupt):

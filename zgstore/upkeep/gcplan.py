@@ -214,6 +214,7 @@ class _Sorting:
         self.store, self.rules, self.marks, self.listed = store, rules, marks, listed
         self.found = found
         self.leased = DigestTable(b"".join(leased for _, leased in found.leased))
+        self.tables: dict[str, DigestTable] = {}
         self.kept: dict[str, Count] = {}
         self.resumable = Count()
 
@@ -298,7 +299,7 @@ class _Sorting:
                 except Missing:
                     continue
             ordered.append((place, item))
-        ordered.sort()
+        ordered.sort(key=lambda each: each[0])
         return tuple(quarantine), tuple(item for _, item in ordered)
 
     def _count_marked(self) -> None:
@@ -326,9 +327,8 @@ class _Sorting:
 
     def _trash(self, trashed: Sequence[Trashed]) -> tuple[tuple[Trashed, ...], tuple[Trashed, ...], Count]:
         restore, free, waiting = [], [], []
-        here = {family: DigestTable(joined) for family, joined in self.listed.items()}
         for item in trashed:
-            in_place = bool(here[item.family].has(item.digest.raw)[0])
+            in_place = self._is_listed(item.digest, item.family)
             if not in_place and self.marks.reach.has(item.digest.raw, item.family)[0]:
                 restore.append(item)
             elif self._is_due(item) and (in_place or not self.leased.has(item.digest.raw)[0]):
@@ -336,6 +336,11 @@ class _Sorting:
             else:
                 waiting.append(item)
         return tuple(restore), tuple(free), Count.of(waiting)
+
+    def _is_listed(self, digest: Digest, family: str) -> bool:
+        if family not in self.tables:  # large, and needed only where there is trash, or an action
+            self.tables[family] = DigestTable(self.listed[family])
+        return bool(self.tables[family].has(digest.raw)[0])
 
     def _is_due(self, item: Trashed) -> bool:
         return item.epoch.isdecimal() and self.rules.now - int(item.epoch) >= self.rules.trash_grace
@@ -365,10 +370,9 @@ class _Sorting:
         self, actions: Sequence[tuple[ActionFile, Digest, int]], gone: set[tuple[str, Digest]]
     ) -> Iterator[Leftover]:
         """Actions whose blob is neither in its place nor in the trash, once this collection is over."""
-        here = DigestTable(self.listed["objects"])
         in_trash = {item.digest for item in self.store.objects.trashed() if item.family == "objects"}
         for file, blob, size in actions:
-            there = bool(here.has(blob.raw)[0]) or blob in in_trash
+            there = self._is_listed(blob, "objects") or blob in in_trash
             if not there or ("objects", blob) in gone:
                 yield Leftover("action", str(file.path), size)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -40,19 +41,19 @@ class DigestTable:
     """
 
     def __init__(self, joined: bytes) -> None:
-        words = _words(joined)
-        order = np.argsort(words[:, 0], kind="stable")
-        rows = words[order]
-        alike = rows[1:, 0] == rows[:-1, 0]
+        words, heads = _words(joined), _heads(joined)
+        order = np.argsort(heads, kind="stable")
+        rows, heads = words[order], heads[order]
+        alike = heads[1:] == heads[:-1]
         if np.any(alike & np.any(rows[1:] != rows[:-1], axis=1)):
             # Digests that differ only after 8 bytes do not happen, but can be made: then all bytes sort them.
-            order = np.lexsort((words[:, 3], words[:, 2], words[:, 1], words[:, 0]))
-            rows = words[order]
+            order = np.lexsort((words[:, 3], words[:, 2], words[:, 1], _heads(joined)))
+            rows, heads = words[order], _heads(joined)[order]
         new = np.ones(len(rows), bool)
         new[1:] = np.any(rows[1:] != rows[:-1], axis=1)
-        self._rows = rows[new]
+        self._rows, self._heads = rows[new], heads[new]
         self.first: NDArray[np.int64] = order[new]  # where among ``joined`` each distinct digest stood first
-        starts = np.flatnonzero(np.append(True, self._rows[1:, 0] != self._rows[:-1, 0]))
+        starts = np.flatnonzero(np.append(True, self._heads[1:] != self._heads[:-1]))
         self._most_alike = int(np.diff(np.append(starts, len(self._rows))).max(initial=0))
 
     def __len__(self) -> int:
@@ -62,7 +63,7 @@ class DigestTable:
         """Where each of ``joined`` (32 bytes each) stands in the table; −1 where it does not."""
         wanted = _words(joined)
         found = np.full(len(wanted), -1, np.int64)
-        at = np.searchsorted(self._rows[:, 0], wanted[:, 0])
+        at = np.searchsorted(self._heads, _heads(joined))
         for step in range(self._most_alike):
             place = np.minimum(at + step, len(self._rows) - 1)
             equal = np.all(self._rows[place] == wanted, axis=1)
@@ -80,6 +81,11 @@ class DigestTable:
 
 def _words(joined: bytes) -> NDArray[np.uint64]:
     return np.frombuffer(joined, "<u8").reshape(-1, DIGEST_BYTES // 8)
+
+
+def _heads(joined: bytes) -> NDArray[np.uint64]:
+    """The first 8 bytes of each, as numbers that sort as folders are listed: so a listing is found in one sweep."""
+    return _words(joined)[:, 0].byteswap() if sys.byteorder == "little" else _words(joined)[:, 0].copy()
 
 
 def chosen(joined: bytes, mask: NDArray[np.bool_]) -> bytes:
@@ -187,6 +193,7 @@ class Reach:
         self._sizes: list[NDArray[np.uint64]] = []
         self._reasons: list[str] = []
         self._table: tuple[DigestTable, NDArray[np.uint64], NDArray[np.int64]] | None = None
+        self._last: tuple[bytes, DigestTable, NDArray[np.int64]] | None = None
 
     def add(self, digest: Digest, reason: str) -> None:
         """Reach an object whose kind is not known: what a ref, a hold or a lease names.
@@ -216,7 +223,7 @@ class Reach:
         if family == "meta":
             reached = np.fromiter((raw in self.meta for raw in each_digest(joined)), bool, len(joined) // DIGEST_BYTES)
         else:
-            reached = self._blobs()[0].has(joined)
+            reached = self._found(joined) >= 0
         return reached | self._beyond.has(joined, family) if self._beyond is not None else reached
 
     def blobs(self) -> tuple[bytes, NDArray[np.uint64]]:
@@ -226,13 +233,20 @@ class Reach:
 
     def credit(self, joined: bytes) -> Iterator[tuple[str, int, int]]:
         """Of the blobs in ``joined`` that were reached: (reason, objects, bytes) for each reason."""
-        table, sizes, reasons = self._blobs()
-        found = table.find(joined)
+        _, sizes, reasons = self._blobs()
+        found = self._found(joined)
         found = found[found >= 0]
         for at, reason in enumerate(dict.fromkeys(self._reasons)):
             mine = found[reasons[found] == at]
             if len(mine):
                 yield reason, len(mine), int(sizes[mine].sum())
+
+    def _found(self, joined: bytes) -> NDArray[np.int64]:
+        """``find`` in the blobs; of a whole listing it is asked for more than once."""
+        table = self._blobs()[0]
+        if self._last is None or self._last[0] is not joined or self._last[1] is not table:
+            self._last = (joined, table, table.find(joined))
+        return self._last[2]
 
     def _blobs(self) -> tuple[DigestTable, NDArray[np.uint64], NDArray[np.int64]]:
         if self._table is None:
