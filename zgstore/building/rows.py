@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import torch
@@ -167,7 +167,8 @@ def lengths_of(batch: Batch, rule: str) -> tuple[Tensor, Tensor]:
     tensor = batch[rule].detach().cpu()
     if tensor.dim() == 1 and tensor.dtype != torch.bool and not tensor.is_floating_point():
         lengths = tensor.to(torch.int64)
-        _refuse_row((lengths < 1).numpy(), rule, "has no position", "leave empty rows out")
+        if bool((lengths < 1).any()):
+            _refuse_row((lengths < 1).numpy(), rule, "has no position", "leave empty rows out")
         return lengths, torch.zeros_like(lengths)
     if tensor.dim() != 2:
         raise Invalid(
@@ -176,24 +177,23 @@ def lengths_of(batch: Batch, rule: str) -> tuple[Tensor, Tensor]:
         )
     # In numpy: a batch is small, and this is done for every batch of every build.
     mask = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
-    rows, positions = mask.shape
+    positions = mask.shape[1]
     ones = mask != 0
-    _refuse_row((mask != ones).any(1), rule, "holds other numbers than 0 and 1", "give 0 or 1")
-    counts = ones.sum(1)
-    _refuse_row(counts == 0, rule, "is all zeros", "leave empty rows out")
-    if int(counts.sum()) == rows * positions:
-        return torch.from_numpy(counts), torch.zeros(rows, dtype=torch.int64)
+    if not (mask == ones).all():
+        _refuse_row((mask != ones).any(1), rule, "holds other numbers than 0 and 1", "give 0 or 1")
+    counts = np.count_nonzero(ones, axis=1)
+    if not counts.all():
+        _refuse_row(counts == 0, rule, "is all zeros", "leave empty rows out")
     starts = ones.argmax(1)
-    at = np.arange(positions)
-    run = (at >= starts[:, None]) & (at < (starts + counts)[:, None])
-    _refuse_row((run != ones).any(1), rule, "is not one run of ones", "pad on the left or the right only")
+    ends = positions - ones[:, ::-1].argmax(1)
+    if not (ends - starts == counts).all():
+        _refuse_row(ends - starts != counts, rule, "is not one run of ones", "pad on the left or the right only")
     return torch.from_numpy(counts), torch.from_numpy(starts)
 
 
-def _refuse_row(bad: np.ndarray[tuple[int, ...], np.dtype[Any]], rule: str, fault: str, hint: str) -> None:
-    if bad.any():
-        row = int(bad.argmax())
-        raise Invalid(f"row {row} of {rule!r} {fault}", hint=hint, row=row)
+def _refuse_row(bad: np.ndarray[tuple[int, ...], np.dtype[Any]], rule: str, fault: str, hint: str) -> NoReturn:
+    row = int(bad.argmax())
+    raise Invalid(f"row {row} of {rule!r} {fault}", hint=hint, row=row)
 
 
 def strip(tensor: Tensor, lengths: Tensor, starts: Tensor, *, what: str = "the tensor") -> Tensor:
@@ -289,10 +289,12 @@ def row_digests(
     keys = sorted(key for key in batch if key != ID and key not in constants)
     runs: list[tuple[int, int]] = []
     ragged: set[str] = set()
+    distinct: set[int] = set()
     if lengths is not None:
         counts, starts = lengths_of(batch, lengths)
         runs = list(zip(starts.tolist(), counts.tolist(), strict=True))
         longest = max(start + count for start, count in runs)
+        distinct = {count for _, count in runs}
         ragged = {key for key in keys if key in sequence or (key == lengths and batch[key].dim() == 2)}
         for key in ragged:
             _check_positions(batch[key], rows, longest, what=f"the batch's {key!r}")
@@ -307,7 +309,7 @@ def row_digests(
             for row, chunk in enumerate(chunks):
                 chunk.extend((head, data[row * width : (row + 1) * width]))
             continue
-        heads = {count: _head(key, dtype, (count, *shape[1:])) for count in {count for _, count in runs}}
+        heads = {count: _head(key, dtype, (count, *shape[1:])) for count in distinct}
         step = width // shape[0]
         for row, (chunk, (start, count)) in enumerate(zip(chunks, runs, strict=True)):
             at = row * width + start * step
