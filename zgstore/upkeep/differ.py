@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from zgstore.format.digest import DIGEST_BYTES, Digest
-from zgstore.format.manifest import Column, LeafPage, Record, RootPage, Snapshot, all_u64, nth_digest
+from zgstore.format.manifest import Record, Snapshot
 from zgstore.storage.store import Store
+from zgstore.upkeep.shardjoin import join
 
 if TYPE_CHECKING:  # it loads torch
     from zgstore.upkeep.valuediff import ValueDiff
@@ -38,6 +39,11 @@ class Names:
     removed: tuple[str, ...]
     changed: tuple[str, ...]
     same: tuple[str, ...]
+
+    @property
+    def common(self) -> tuple[str, ...]:
+        """The names that both have."""
+        return (*self.changed, *self.same)
 
     def as_json(self) -> dict[str, list[str]]:
         return {
@@ -155,26 +161,26 @@ def diff(
         Missing, Corrupt: if a page, or with ``values`` a blob, is not there or not what its name says.
     """
     digests = tuple(rev if isinstance(rev, Digest) else store.resolve(rev) for rev in (a, b))
-    sides = (_Side.of(store, digests[0]), _Side.of(store, digests[1]))
-    tables = _Tables(*sides)
-    tables.compare()
+    sides = (_Side(digests[0], store.snapshot(digests[0])), _Side(digests[1], store.snapshot(digests[1])))
+    joined = join(store, sides[0].snapshot, sides[1].snapshot)
     structure = Diff(
         a=digests[0],
         b=digests[1],
         pins=_pins(*sides),
         head=_head(*sides),
-        columns=tables.columns(),
+        columns=_columns(*sides, joined.unequal),
         constants=_constants(*sides),
-        shards=tables.counts(),
-        bytes=tables.shares(),
-        cause=_cause(*sides, unequal=tables.conflicts > 0),
+        shards=Counts(joined.added, joined.removed, joined.changed, joined.same),
+        bytes=Shares(joined.shared_bytes, joined.only_a_bytes, joined.only_b_bytes),
+        cause=_cause(store, *sides) if joined.conflicts else None,
     )
     if not values:
         return structure
     from zgstore.upkeep import valuediff  # noqa: PLC0415 - torch is loaded only where values are compared
 
+    common = [column.name for column in sides[0].snapshot.columns if column.name in structure.columns.common]
     found, skipped = valuediff.compare(
-        store, structure.a, structure.b, columns=tables.common, samples=samples, progress=progress
+        store, structure.a, structure.b, columns=common, samples=samples, progress=progress
     )
     return Diff(
         **{name: getattr(structure, name) for name in Diff.__slots__ if name not in {"values", "skipped"}},
@@ -185,112 +191,14 @@ def diff(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    store: Store
     digest: Digest
     snapshot: Snapshot
-    root: RootPage
-
-    @classmethod
-    def of(cls, store: Store, digest: Digest) -> _Side:
-        snapshot = store.snapshot(digest)
-        return cls(store, digest, snapshot, store.root(snapshot))
 
 
-@dataclass(slots=True)
-class _Row:
-    """One shard of an opened leaf: its place in the snapshot, its inputs, its blobs and sizes by column name."""
-
-    place: int
-    inputs: bytes
-    blobs: Mapping[str, bytes]
-
-
-class _Tables:
-    """The shards of both sides, joined."""
-
-    def __init__(self, a: _Side, b: _Side) -> None:
-        self.a, self.b = a, b
-        self.defined_a = {column.name: column for column in a.snapshot.columns}
-        self.defined_b = {column.name: column for column in b.snapshot.columns}
-        self.common = [name for name in self.defined_a if name in self.defined_b]
-        self.unequal = {name for name in self.common if _definition(a, name) != _definition(b, name)}
-        self.same_shards = self.changed_shards = self.conflicts = 0
-        self.removed = self.added = 0
-        self.shared_bytes = 0
-        self.sizes_a: dict[bytes, int] = {}
-        self.sizes_b: dict[bytes, int] = {}
-
-    def compare(self) -> None:
-        """Open the leaves that are not in both, and pair their shards."""
-        shared = self._shared_leaves()
-        rows_a = list(self._opened(self.a, shared, self.sizes_a))
-        rows_b = list(self._opened(self.b, shared, self.sizes_b))
-        for side, sizes in ((self.a, self.sizes_a), (self.b, self.sizes_b)):
-            sizes.update((constant.blob.raw, constant.size) for constant in side.snapshot.constants)
-        rest_a, rest_b = self._pair_by_inputs(rows_a, rows_b)
-        places = {row.place: row for row in rest_b}
-        for row in rest_a:
-            other = places.pop(row.place, None)
-            if other is None:
-                self.removed += 1
-            else:
-                self._meet(row, other)
-        self.added = len(places)
-
-    def _shared_leaves(self) -> set[bytes]:
-        """Leaves that both name; they mean the same shards only where both list the same columns in one order."""
-        if list(self.defined_a) != list(self.defined_b):
-            return set()
-        shared = set(_leaves(self.a.root)) & set(_leaves(self.b.root))
-        for leaf, shards, size in _leaf_sums(self.a.root):
-            if leaf in shared:
-                self.same_shards += shards
-                self.shared_bytes += size
-        return shared
-
-    def _opened(self, side: _Side, shared: set[bytes], sizes: dict[bytes, int]) -> Iterator[_Row]:
-        place = 0
-        for leaf, shards, _ in _leaf_sums(side.root):
-            if leaf not in shared:
-                page = side.store.leaf(Digest(leaf))
-                yield from _rows(page, side.snapshot.columns, place, sizes)
-            place += shards
-
-    def _pair_by_inputs(self, rows_a: Sequence[_Row], rows_b: Sequence[_Row]) -> tuple[list[_Row], list[_Row]]:
-        waiting: defaultdict[bytes, deque[_Row]] = defaultdict(deque)
-        for row in rows_b:
-            waiting[row.inputs].append(row)
-        rest_a = []
-        for row in rows_a:
-            queue = waiting.get(row.inputs)
-            if queue:
-                self._meet(row, queue.popleft())
-            else:
-                rest_a.append(row)
-        return rest_a, sorted((row for queue in waiting.values() for row in queue), key=lambda row: row.place)
-
-    def _meet(self, row: _Row, other: _Row) -> None:
-        unequal = [name for name in self.common if row.blobs[name] != other.blobs[name]]
-        self.unequal.update(unequal)
-        if row.inputs == other.inputs and not unequal:
-            self.same_shards += 1
-        else:
-            self.changed_shards += 1
-            self.conflicts += row.inputs == other.inputs
-
-    def columns(self) -> Names:
-        return _names(self.defined_a, self.defined_b, self.unequal)
-
-    def counts(self) -> Counts:
-        return Counts(added=self.added, removed=self.removed, changed=self.changed_shards, same=self.same_shards)
-
-    def shares(self) -> Shares:
-        both = self.sizes_a.keys() & self.sizes_b.keys()
-        return Shares(
-            shared=self.shared_bytes + sum(self.sizes_a[blob] for blob in both),
-            only_a=sum(size for blob, size in self.sizes_a.items() if blob not in both),
-            only_b=sum(size for blob, size in self.sizes_b.items() if blob not in both),
-        )
+def _columns(a: _Side, b: _Side, unequal: frozenset[str]) -> Names:
+    names_a, names_b = ([column.name for column in side.snapshot.columns] for side in (a, b))
+    redefined = {name for name in names_a if name in names_b and _definition(a, name) != _definition(b, name)}
+    return _names(names_a, names_b, unequal | redefined)
 
 
 def _definition(side: _Side, name: str) -> dict[str, Any]:
@@ -298,7 +206,7 @@ def _definition(side: _Side, name: str) -> dict[str, Any]:
     return {**side.snapshot.column(name)[1].as_value(), "depth": None}
 
 
-def _names(a: Iterable[str], b: Iterable[str], unequal: set[str]) -> Names:
+def _names(a: Iterable[str], b: Iterable[str], unequal: Collection[str]) -> Names:
     a, b = list(a), list(b)
     common = [name for name in a if name in set(b)]
     return Names(
@@ -313,27 +221,6 @@ def _constants(a: _Side, b: _Side) -> Names:
     values_a = {constant.name: constant.as_value() for constant in a.snapshot.constants}
     values_b = {constant.name: constant.as_value() for constant in b.snapshot.constants}
     return _names(values_a, values_b, {name for name in values_a if values_a[name] != values_b.get(name)})
-
-
-def _leaves(root: RootPage) -> Iterator[bytes]:
-    return (root.leaves[at : at + DIGEST_BYTES] for at in range(0, len(root.leaves), DIGEST_BYTES))
-
-
-def _leaf_sums(root: RootPage) -> Iterator[tuple[bytes, int, int]]:
-    """Each leaf with its shards and the bytes of its blobs."""
-    columns = [all_u64(packed) for packed in root.column_bytes]
-    for at, (leaf, shards) in enumerate(zip(_leaves(root), all_u64(root.shards), strict=True)):
-        yield leaf, shards, sum(column[at] for column in columns)
-
-
-def _rows(page: LeafPage, columns: Sequence[Column], place: int, sizes: dict[bytes, int]) -> Iterator[_Row]:
-    names = [column.name for column in columns]
-    by_column = [[blobs[at : at + DIGEST_BYTES] for at in range(0, len(blobs), DIGEST_BYTES)] for blobs in page.blobs]
-    for blobs, packed in zip(by_column, page.sizes, strict=True):
-        sizes.update(zip(blobs, all_u64(packed), strict=True))
-    for at in range(len(page)):
-        named = {name: column[at] for name, column in zip(names, by_column, strict=True)}
-        yield _Row(place + at, nth_digest(page.inputs, at).raw, named)
 
 
 def _pins(a: _Side, b: _Side) -> tuple[Change, ...]:
@@ -375,11 +262,11 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _cause(a: _Side, b: _Side, *, unequal: bool) -> str | None:
+def _cause(store: Store, a: _Side, b: _Side) -> str | None:
     """Why the same teacher over the same inputs gave other bytes; None where something pinned tells."""
-    if not unequal or a.snapshot.pins.encode() != b.snapshot.pins.encode() or a.snapshot.columns != b.snapshot.columns:
+    if a.snapshot.pins.encode() != b.snapshot.pins.encode() or a.snapshot.columns != b.snapshot.columns:
         return None
-    records = [side.store.record_of(side.digest) for side in (a, b)]
+    records = [store.record_of(side.digest) for side in (a, b)]
     platforms = [_platforms(record) for record in records]
     if not all(platforms):
         return f"the same pins gave other bytes, and {NO_RECORD}: build one of them again to tell"
