@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zgstore.building import capture as capture
     from zgstore.building.builder import build as build
-    from zgstore.building.builder import estimate as estimate
-    from zgstore.building.builder import points as points
+    from zgstore.building.estimator import estimate as estimate
+    from zgstore.building.estimator import points as points
     from zgstore.building.lockfile import lock as lock
     from zgstore.building.recipe import Recipe as Recipe
     from zgstore.building.recipe import load_recipe as load_recipe
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from zgstore.reading.opening import follow as follow
     from zgstore.reading.opening import read as read
     from zgstore.reading.reader import Reader as Reader
-    from zgstore.reading.reader import Sampler as Sampler
+    from zgstore.reading.sampler import Sampler as Sampler
     from zgstore.storage.store import Store as Store
     from zgstore.upkeep.accounts import why as why
     from zgstore.upkeep.collector import collect as collect
@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 
 # Public name → where it lives. Loaded when first asked for, so that a command that reads no tensor loads no torch.
 _HOMES = {
-    "building.builder": ("build", "estimate", "points"),
+    "building.builder": ("build",),
+    "building.estimator": ("estimate", "points"),
     "building.lockfile": ("lock",),
     "building.recipe": ("Recipe", "load_recipe"),
     "building.rows": ("SampleBatch", "row_digests"),
@@ -68,7 +69,8 @@ _HOMES = {
     "format.manifest": ("Column", "Pins", "Snapshot"),
     "format.tensorfile": ("decode", "encode"),
     "reading.opening": ("follow", "read"),
-    "reading.reader": ("Reader", "Sampler"),
+    "reading.reader": ("Reader",),
+    "reading.sampler": ("Sampler",),
     "storage.store": ("Store",),
     "upkeep.collector": ("collect",),
     "upkeep.copier": ("copy",),

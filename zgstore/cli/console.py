@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -214,10 +215,14 @@ def _lay_out(block: Block, width: int | None) -> list[_Styled]:
 def _lay_out_facts(block: Facts, width: int | None) -> list[_Styled]:
     pairs = [(name, printable(value)) for name, value in block.pairs if value is not None]
     edge = max((len(name) for name, _ in pairs), default=0) + _GAP
-    return [
-        (f"{name:<{edge}}{middle(text, width - edge) if width else text}", ((0, len(name), "bold"),))
-        for name, text in pairs
-    ]
+    lines: list[_Styled] = []
+    for name, text in pairs:
+        room = max(_NARROWEST, width - edge) if width else len(text) + 1
+        # A digest or a path is never broken: it may be wanted whole.
+        parts = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+        lines.append((f"{name:<{edge}}{parts[0]}", ((0, len(name), "bold"),)))
+        lines += [(" " * edge + part, ()) for part in parts[1:]]
+    return lines
 
 
 def _lay_out_rows(block: Rows, width: int | None) -> list[_Styled]:
@@ -279,7 +284,7 @@ class Progress:
         if self._bar is None or (time.monotonic() < self._next and done != self.total):
             return
         self._next = time.monotonic() + 0.1
-        self._bar.update(self._task, completed=done, total=self.total)
+        self._bar.update(self._task, description=self.title, completed=done, total=self.total)
 
 
 def _bar() -> Any:

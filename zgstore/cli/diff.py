@@ -105,5 +105,4 @@ def _number(value: float | None) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return "none"
-    text = str(value)
-    return short(text) if text.startswith("blake3:") else text
+    return short(value)

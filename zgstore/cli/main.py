@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
@@ -170,7 +169,7 @@ class Table(TyperGroup):
         children = [entry for entry in COMMANDS if entry.name.startswith(prefix)]
         if not children:
             return None
-        table = Table(name=name, help=f"One of: {', '.join(entry.name for entry in children)}.", no_args_is_help=True)
+        table = Table(name=name, help=f"One of: {', '.join(entry.name for entry in children)}.")
         table.prefix = prefix
         table.rich_help_panel = children[0].panel
         table.commands = {entry.name.removeprefix(prefix): TyperCommand(entry.name) for entry in children}
@@ -190,6 +189,8 @@ app = typer.Typer(
 
 def _print_version(value: bool) -> None:  # noqa: FBT001 - what an option's callback is given
     if value:
+        from importlib.metadata import version  # noqa: PLC0415 - 20 ms that no other command needs
+
         typer.echo(f"zgstore {version('zgstore')}")
         raise typer.Exit
 
@@ -331,8 +332,6 @@ def explain(error: BaseException) -> ZgError:
 def _explain_usage(error: BaseException) -> Invalid:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "zgstore"
-    if type(error).__name__ == "NoArgsIsHelpError":
-        return Invalid(f"`{command}` needs one more word", hint=f"run `{command} --help` to see which")
     message = error.format_message() if hasattr(error, "format_message") else str(error) or "aborted"
     message = message[:1].lower() + message[1:].rstrip(".")
     return Invalid(message, hint=f"run `{command} --help` to see what it takes")
@@ -360,9 +359,11 @@ def _explain_unknown(error: BaseException) -> ZgError:
     where = f"{frame.filename}:{frame.lineno}" if frame else "an unknown place"
     if factory := _factory_of(error):
         return Invalid(f"{factory} raised {what} ({where})", hint=hint, factory=factory)
-    if frame is not None and _is_own(frame.filename):
-        return Invalid(f"zgstore failed by {what} ({where})", hint=f"{hint}, and report it")
-    return Invalid(f"{frame.name if frame else 'something'} raised {what} ({where})", hint=hint)
+    if frame is None or not _is_own(frame.filename):
+        return Invalid(f"{frame.name if frame else 'something'} raised {what} ({where})", hint=hint)
+    if traceback.extract_tb(error.__traceback__)[-1].filename != frame.filename:  # a library refused what it was given
+        return Invalid(f"{what} ({where})", hint=hint)
+    return Invalid(f"zgstore failed by {what} ({where})", hint=f"{hint}, and report it")
 
 
 def _is_theirs(error: BaseException) -> bool:
@@ -481,7 +482,8 @@ class _Plain:
 
 def _read_plainly(command: Any) -> None:
     """Give parameters that are text, numbers or flags the plain reading; where typer has no such place, nothing."""
-    for param in command.params:
+    context = typer.Context(command, **command.context_settings)
+    for param in command.get_params(context):  # the help option too
         descriptor = getattr(param, "type_descriptor", None)
         annotation = getattr(descriptor, "annotation", None)
         if hasattr(param, "_runtime_param") and annotation in (str, int, bool, list[str]):

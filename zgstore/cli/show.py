@@ -89,10 +89,13 @@ def _built(record: Mapping[str, Any]) -> str:
     return f"{time_text(record.get('time_seconds'))} {f'by {who}' if who else ''}".strip()
 
 
+_FIRST = {"id": 0, "revision": 1, "measured": 2, "digest": 2}
+
+
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Maps entered, lists in one line, digests cut short."""
     if isinstance(value, Mapping) and value:
-        for key, item in value.items():
+        for key, item in sorted(value.items(), key=lambda each: _FIRST.get(each[0], len(_FIRST))):
             yield from _flat(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list):
         yield path, ", ".join(_leaf(item) for item in value) or "none"
@@ -102,7 +105,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 def _leaf(value: Any) -> str:
     text = "yes" if value is True else "no" if value is False else str(value)
-    return short(text) if text.startswith("blake3:") else text
+    return short(text)
 
 
 def _view_row(value: dict[str, Any]) -> Iterator[Block]:

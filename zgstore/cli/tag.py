@@ -25,7 +25,7 @@ def tag(
 ) -> Answer:
     """Name a snapshot."""
     if name == "rm":
-        raise Invalid("`tag rm` takes one tag", hint="run `zgstore tag rm NAME`")
+        raise Invalid("no tag can be called rm", hint="that word removes one: `zgstore tag rm NAME`")
     session = session_of(ctx)
     store = session.store()
     digest = keeper.tag(store, name, session.resolve(store, rev), force=force)

@@ -12,6 +12,7 @@ from zgstore.format.digest import SHORT_DIGITS
 
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
 _SECONDS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_PREFIX: Final = "blake3:"
 _STEPS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -77,9 +78,9 @@ def time_text(seconds: float | None) -> str:
 
 
 def short(digest: object) -> str:
-    """The 12 digits shown to people of a text digest; they can be pasted back."""
+    """The 12 digits shown to people of a text digest, which can be pasted back; any other text as it is."""
     text = str(digest) if digest else ""
-    return text.removeprefix("blake3:")[:SHORT_DIGITS]
+    return text.removeprefix(_PREFIX)[:SHORT_DIGITS] if text.startswith(_PREFIX) else text
 
 
 def middle(text: str, width: int) -> str:

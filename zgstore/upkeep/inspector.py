@@ -177,10 +177,11 @@ def names_of(store: Store, digest: Digest) -> tuple[str, ...]:
 
 
 def record_value(record: Record | None) -> dict[str, Any] | None:
-    """A record for ``--json``."""
+    """A record for ``--json``, without what is told elsewhere or was kept for ``build --explain`` alone."""
     if record is None:
         return None
-    return {"time_seconds": record.time_seconds, **record.fields}
+    fields = {name: value for name, value in record.fields.items() if name not in {"statistics", "keys"}}
+    return {"time_seconds": record.time_seconds, **fields}
 
 
 def _moves(store: Store, name: str) -> list[Move]:

@@ -1,0 +1,64 @@
+"""Durations, sizes and names as people write and read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from zgstore.cli import units
+from zgstore.cli.console import Facts, Rows, _lay_out
+from zgstore.errors import Invalid
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30s", 30), ("10m", 600), ("24h", 86400), ("7d", 604800), ("0", 0), ("1.5h", 5400), ("2W", 1209600)]
+)  # fmt: skip
+def test_a_duration_is_read(text, seconds):
+    assert units.parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1s", "1 day", "1y", "1e3"])
+def test_what_is_no_duration_is_refused(text):
+    with pytest.raises(Invalid, match="not a duration"):
+        units.parse_duration(text)
+
+
+def test_a_part_counts_from_where_it_says():
+    assert units.parse_part("3/20", first=1) == (3, 20)
+    assert units.parse_part("0/2", first=0) == (0, 2)
+    for text, first in (("0/4", 1), ("5/4", 1), ("4/4", 0), ("1", 1), ("a/b", 0)):
+        with pytest.raises(Invalid, match="no part of a whole"):
+            units.parse_part(text, first=first)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1536 << 20, "1.50 GiB"), (1 << 20, "1.00 MiB"), (300 << 20, "300 MiB"),
+     (1023 * 1024 + 1000, "1.00 MiB"), (10 << 40, "10.0 TiB")],
+)  # fmt: skip
+def test_a_size_has_three_digits(count, text):
+    assert units.size_text(count) == text
+
+
+def test_a_time_has_its_unit():
+    assert [units.duration_text(each) for each in (0.417, 42, 185, 7800, 190000)] == [
+        "0.42 s", "42 s", "3 m 05 s", "2 h 10 m", "2 d 04 h",
+    ]  # fmt: skip
+
+
+def test_a_long_name_loses_its_middle():
+    text = units.middle("model.language_model.layers.27.self_attn:out", 20)
+    assert len(text) == 20
+    assert text.startswith("model.")
+    assert text.endswith("attn:out")
+
+
+def test_a_table_fits_its_page():
+    rows = Rows(("NAME", "SIZE"), [("n" * 200, "1 B"), ("short", "20 GiB")], right=(1,))
+    assert {len(text) for text, _ in _lay_out(rows, 80)} == {80}
+    assert max(len(text) for text, _ in _lay_out(rows, None)) == 208
+
+
+def test_a_long_fact_is_wrapped_and_a_digest_never_broken():
+    lines = [text for text, _ in _lay_out(Facts([("why", "word " * 40), ("digest", "f" * 90)]), 80)]
+    assert max(map(len, lines[:-1])) <= 80
+    assert "f" * 90 in lines[-1]

@@ -1,0 +1,53 @@
+"""``zgstore estimate``: what a build would store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from zgstore.cli.arguments import Recipe
+from zgstore.cli.console import Answer, Block, Facts, Line, Rows
+from zgstore.cli.session import session_of
+from zgstore.cli.units import size_text
+from zgstore.errors import Invalid
+
+
+def estimate(
+    ctx: typer.Context,
+    recipe: Recipe,
+    *,
+    limit: Annotated[
+        int | None, typer.Option(metavar="ROWS", help="As for build: exactly so many rows.", show_default=False)
+    ] = None,
+) -> Answer:
+    """Look at the inputs and at the shapes."""
+    if limit is not None and limit < 1:
+        raise Invalid(f"{limit} rows are none", hint="give --limit at least 1")
+    store = session_of(ctx).store()
+    from zgstore.building import estimator  # noqa: PLC0415 - loads torch, which the help need not
+
+    return Answer(estimator.estimate(store, recipe, limit=limit).as_value(), _view)
+
+
+_HOW = {
+    "known": "not loaded: earlier builds tell the shapes",
+    "skeleton": "not loaded: its skeleton tells the shapes",
+    "loaded": "loaded, for its recipe has no skeleton",
+}
+
+
+def _view(value: dict[str, Any]) -> Iterator[Block]:
+    sizes = value["bytes"]
+    yield Facts(
+        [
+            ("samples", value["samples"]),
+            ("shards", value["shards"]),
+            ("size", f"{size_text(sizes['new'])} new of {size_text(sizes['total'])}, {size_text(sizes['free'])} free"),
+            ("teacher", _HOW[value["teacher"]]),
+            ("advice", f"batches_per_shard = {value['batches_per_shard']} makes blobs of about 32 MiB"),
+        ]
+    )
+    yield Line("")
+    yield Rows(("COLUMN", "SIZE"), [(name, size_text(size)) for name, size in value["columns"].items()], right=(1,))
