@@ -11,34 +11,12 @@ import pytest
 import torch
 from stored import dense, make_store
 from torch.utils.data import DataLoader
+from watched import Watched
 
 from zgstore.reading.opening import read
 from zgstore.reading.sampler import Sampler
 
 HERE = Path(__file__).parent
-
-
-class Watched(torch.utils.data.Dataset):
-    """A reader whose worker says, with each batch, what it holds."""
-
-    def __init__(self, reader):
-        self.reader = reader
-
-    def __len__(self):
-        return len(self.reader)
-
-    def __getitem__(self, rows):
-        batch = self.reader.batch(rows)
-        maps = Path("/proc/self/maps").read_text()
-        descriptors = [
-            str(Path(entry.path).readlink()) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path)
-        ]
-        batch["lmdb_imported"] = "lmdb" in sys.modules
-        batch["lmdb_open"] = "lmdb-1" in maps or any("lmdb-1" in each for each in descriptors)
-        batch["store_imported"] = "zgstore.storage.store" in sys.modules
-        batch["blobs_open"] = sum(each.endswith(".safetensors") for each in descriptors)
-        batch["pid"] = os.getpid()
-        return batch
 
 
 @pytest.mark.parametrize(("workers", "method"), [(0, None), (2, "fork"), (2, "spawn")])
