@@ -19,6 +19,7 @@ from tests.upkeep.bare_stores import (
 from zgstore.errors import Busy, Corrupt, Missing, Refused
 from zgstore.format.digest import Digest
 from zgstore.format.manifest import RowsRoot
+from zgstore.storage import partials
 from zgstore.storage.store import Store
 from zgstore.upkeep import collector
 
@@ -388,6 +389,18 @@ def test_a_disk_with_no_byte_left_is_collected(full_disk, later):
     assert report.freed.objects
     assert objects_in(store) == kept
     assert os.statvfs(disk).f_bavail > 0
+
+
+def test_the_marker_of_a_part_goes_with_its_snapshot(store, later):
+    digest = publish(store, "main", [1])
+    partials.mark(store.path, digest, {"h.0:in"}, mode=store.file_mode, dir_mode=store.dir_mode)
+    later(2 * 3600)
+    run_both(store, now=True)
+    assert partials.expected(store.path, digest) == {"h.0:in"}
+    store.refs.remove("main", "head")
+    later(2 * 3600)
+    run_both(store, now=True)
+    assert not list(partials.listed(store.path))
 
 
 KILLED = """

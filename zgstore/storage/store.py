@@ -312,7 +312,9 @@ class Store:
         lease = self.leases.try_take(purpose)
         try:
             if lease is not None:
-                lease.add([digest])
+                # A collector's batch either sees the name, or is over before we look.
+                with self.leases.store_lock(exclusive=False):
+                    lease.add([digest])
             if self.objects.stat(digest, "meta") is None:
                 raise self.objects.missing(digest, "meta")
             yield lease
@@ -324,6 +326,7 @@ class Store:
         """Remember that these objects (digest, family, stamp from before they were read) were read and found right."""
         now = self.now()
         self.index.put_stamps([(digest.raw, Stamp(stat, now, family)) for digest, family, stat in verified])
+
 
 @dataclass(frozen=True, slots=True)
 class _Trust:

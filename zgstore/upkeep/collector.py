@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 from zgstore.errors import Corrupt, Missing, Refused
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_prefix
 from zgstore.format.manifest import all_digests
+from zgstore.storage import partials
 from zgstore.storage.objects import FAMILIES, PREFIXES, Trashed
 from zgstore.storage.store import Store
 from zgstore.upkeep.gcplan import Candidate, Count, GcPlan, expired, plan
@@ -175,6 +176,7 @@ class _Collection:
         trashed = self._trash()
         if self.planned.rules.trash_grace <= 0:
             self._unlink(trashed)
+        self._remove_memos()
         for epoch in self.store.objects.epochs():
             self.store.objects.remove_epoch(epoch)
         return self.done
@@ -187,15 +189,27 @@ class _Collection:
 
     def _remove_leftovers(self) -> None:
         for leftover in self.planned.leftovers:
-            if leftover.kind == "lease" and not self._bury(leftover.name):
+            if leftover.about is not None or (leftover.kind == "lease" and not self._bury(leftover.name)):
                 continue
             if leftover.kind == "tmp":
                 self.store.objects.remove_aside(leftover.name)
             elif leftover.kind == "builds":
                 self.store.memos.remove_build(leftover.name)
-            elif leftover.kind == "action":
-                self.store.memos.remove(Path(leftover.name))
             self.done.leftovers += Count(1, leftover.size)
+
+    def _remove_memos(self) -> None:
+        """Last, and only of what is gone in the end: a re-check may have kept it."""
+        objects = self.store.objects
+        for leftover in self.planned.leftovers:
+            if leftover.about is None:
+                continue
+            family, digest = leftover.about
+            if objects.stat(digest, family) is None and not objects.in_trash(digest, family):
+                if leftover.kind == "action":
+                    self.store.memos.remove(Path(leftover.name))
+                else:
+                    partials.clear(self.store.path, digest)
+                self.done.leftovers += Count(1, leftover.size)
 
     def _bury(self, lease: str) -> bool:
         """Remove a dead lease, unless its holder turns out to live."""

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 from zgstore.errors import Corrupt, Missing
 from zgstore.format.digest import DIGEST_BYTES, Digest
 from zgstore.format.manifest import all_digests
+from zgstore.storage import partials
 from zgstore.storage.memos import ActionFile
 from zgstore.storage.objects import FAMILIES, Stat, Trashed
 from zgstore.storage.refs import LogEntry
@@ -65,11 +66,16 @@ class Candidate(NamedTuple):
 
 
 class Leftover(NamedTuple):
-    """What the dead left behind: a ``lease``, something in ``tmp`` or ``builds``, an ``action`` without its blob."""
+    """What is left of what is gone.
+
+    A dead ``lease``; something in ``tmp`` or ``builds`` of a dead one; an ``action`` without its blob; the marker of a
+    ``part`` whose snapshot is gone. These two say what they are about (family, digest).
+    """
 
     kind: str
     name: str
     size: int
+    about: tuple[str, Digest] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +364,7 @@ class _Sorting:
                 if leases.get(path.name) is False or is_left:
                     yield Leftover(kind, path.name, size)
 
-    # -- actions ---------------------------------------------------------------------------------------------------
+    # -- memos -----------------------------------------------------------------------------------------------------
 
     def _actions(self) -> Iterator[tuple[ActionFile, Digest, int]]:
         for file in self.store.memos.actions():
@@ -369,12 +375,16 @@ class _Sorting:
     def _stale(
         self, actions: Sequence[tuple[ActionFile, Digest, int]], gone: set[tuple[str, Digest]]
     ) -> Iterator[Leftover]:
-        """Actions whose blob is neither in its place nor in the trash, once this collection is over."""
+        """Memos of what is neither in its place nor in the trash, once this collection is over."""
         in_trash = {item.digest for item in self.store.objects.trashed() if item.family == "objects"}
+        for path, snapshot in partials.listed(self.store.path):
+            here = self._is_listed(snapshot, "meta") or self.store.objects.in_trash(snapshot, "meta")
+            if not here or ("meta", snapshot) in gone:
+                yield Leftover("part", snapshot.hex, path.lstat().st_size, ("meta", snapshot))
         for file, blob, size in actions:
             there = self._is_listed(blob, "objects") or blob in in_trash
             if not there or ("objects", blob) in gone:
-                yield Leftover("action", str(file.path), size)
+                yield Leftover("action", str(file.path), size, ("objects", blob))
 
 
 #: What ``stat`` says of something that has an object's name and is no regular file.
