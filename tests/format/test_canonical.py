@@ -129,7 +129,12 @@ def test_sixteen_levels_are_read_and_seventeen_refused():
         canonical.decode(b"\x91" * 16 + b"\x90")
 
 
-@pytest.mark.parametrize("value", [{1: 2}, {"$a": 1}, 1 << 64, -(1 << 63) - 1, object(), {1, 2}, [0] * (1 + (1 << 16))])
+NO_ENCODING = [
+    {1: 2}, {"$a": 1}, 1 << 64, -(1 << 63) - 1, object(), {1, 2}, [0] * (1 + (1 << 16)), "\ud800", {"\ud800": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NO_ENCODING)
 def test_what_has_no_encoding_is_invalid(value):
     with pytest.raises(Invalid):
         canonical.encode(value)

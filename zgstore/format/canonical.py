@@ -29,7 +29,10 @@ def encode(value: Value) -> bytes:
     Raises:
         Invalid: if the value holds anything else, or breaks the bounds of depth, count or size.
     """
-    body: bytes = msgpack.packb(_ordered(value, 0), use_bin_type=True, strict_types=True)
+    try:
+        body: bytes = msgpack.packb(_ordered(value, 0), use_bin_type=True, strict_types=True)
+    except UnicodeEncodeError as error:
+        raise Invalid(f"{error.object!r:.80} is not valid text", hint="remove its lone surrogates") from error
     if len(body) > MAX_BYTES:
         raise Invalid(f"a value of {len(body)} bytes is over the bound of {MAX_BYTES}", hint="split it into pages")
     return body
