@@ -11,6 +11,7 @@ from zgstore.format.digest import Digest
 from zgstore.format.manifest import RootPage
 from zgstore.storage import partials
 from zgstore.storage.store import Store
+from zgstore.upkeep import collector
 from zgstore.upkeep.survey import Problem
 from zgstore.upkeep.verifier import failure, parse_part, verify
 
@@ -253,3 +254,14 @@ def test_a_digest_that_is_no_object_s_is_missing_by_name(store):
     absent = Digest(b"\x05" * 32)
     (problem,) = verify(store, [absent])
     assert (problem.kind, problem.object) == ("missing", str(absent))
+
+
+def test_what_is_examined_is_kept_while_it_is(store):
+    publish(store, "main", [1, 2, 3])
+    rewrite(path_of(store, blob(store, "main", 0, 0)), flip)
+    found = iter(verify(store))
+    assert next(found).kind == "corrupt"
+    store.refs.remove("main", "head")
+    collector.collect(store, now=True)
+    assert list(found) == []
+    assert [lease for lease in store.leases.all() if lease.alive] == []

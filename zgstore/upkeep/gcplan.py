@@ -25,6 +25,7 @@ from zgstore.upkeep.reachability import (
     Roots,
     chosen,
     each_digest,
+    log_of,
     read_any,
     roots,
 )
@@ -394,7 +395,7 @@ FOREIGN: Final = Stat(0, 0, 0, 0, 0)
 def expired(store: Store, rules: Rules) -> Iterator[tuple[str, str, LogEntry]]:
     """Reflog entries past retention."""
     for ref in store.refs.list():
-        log = store.refs.log(ref.name, ref.kind)
+        log = log_of(store, ref)
         for entry in log[rules.retention.kept(log, rules.now) :]:
             yield ref.name, ref.kind, entry
 

@@ -11,11 +11,11 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zgstore.errors import Corrupt, Missing
+from zgstore.errors import Corrupt, Missing, NotFound
 from zgstore.format import canonical
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
 from zgstore.format.manifest import LeafPage, RootPage, RowsRoot, Snapshot, all_digests
-from zgstore.storage.refs import LogEntry
+from zgstore.storage.refs import LogEntry, Ref
 from zgstore.storage.store import Store
 
 DAY_SECONDS: Final = 86400.0
@@ -150,6 +150,14 @@ class Roots:
     leased: tuple[tuple[str, bytes], ...]
 
 
+def log_of(store: Store, ref: Ref, *, damaged: list[Corrupt] | None = None) -> list[LogEntry]:
+    """A listed ref's log; nothing if it was removed since: removing one waits for nobody."""
+    try:
+        return store.refs.log(ref.name, ref.kind, damaged=damaged)
+    except NotFound:
+        return []
+
+
 def roots(store: Store, *, retention: Retention, now: float) -> Roots:
     """The roots as they are; callers hold the store lock where a moment's truth is needed.
 
@@ -159,7 +167,7 @@ def roots(store: Store, *, retention: Retention, now: float) -> Roots:
     named = []
     for ref in store.refs.list():
         named.append(Root(ref.kind, ref.name, ref.snapshot))
-        log = store.refs.log(ref.name, ref.kind)
+        log = log_of(store, ref)
         for at, entry in enumerate(log[: retention.kept(log, now)]):
             name = f"{ref.name}@{{{at}}}"
             named.append(Root("reflog", name, entry.new))

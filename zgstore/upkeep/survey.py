@@ -26,7 +26,7 @@ from zgstore.format.manifest import (
 from zgstore.storage import partials
 from zgstore.storage.objects import Stat
 from zgstore.storage.store import Store
-from zgstore.upkeep.reachability import Retention, place_in
+from zgstore.upkeep.reachability import Retention, log_of, place_in
 
 Page = TypeVar("Page", Snapshot, RootPage, LeafPage, Dropped, RowsRoot, RowsPage, Record)
 
@@ -122,13 +122,18 @@ class Survey:
         self._users: dict[Digest, set[Digest]] = {}
         self._read: dict[Digest, Any] = {}
         self._tables: list[_Table] = []
-        if revs is None:
-            self._name_all()
-        else:
-            for rev in revs:
-                self._name_one(rev)
+        self._all = revs is None
+        for rev in revs or ():
+            self._name_one(rev)
 
     # -- names -----------------------------------------------------------------------------------------------------
+
+    def snapshots(self) -> list[Digest]:
+        """What will be walked: looked up now, where all names were asked for."""
+        if self._all:
+            self._all = False
+            self._name_all()
+        return list(self._names)
 
     def _name_one(self, rev: str | Digest) -> None:
         try:
@@ -143,7 +148,7 @@ class Survey:
         now, retention = self.store.now(), Retention()
         for ref in self.store.refs.list(damaged=torn):
             self._names.setdefault(ref.snapshot, []).append(ref.name)
-            log = self.store.refs.log(ref.name, ref.kind, damaged=torn)
+            log = log_of(self.store, ref, damaged=torn)
             for at, entry in enumerate(log[: retention.kept(log, now)]):
                 name = f"{ref.name}@{{{at}}}"
                 if at:  # the newest is what the ref names
@@ -173,7 +178,7 @@ class Survey:
 
     def walk(self) -> None:
         """Read every snapshot, record and page; what is wrong with them is in ``faults``."""
-        for digest in self._names:
+        for digest in self.snapshots():
             self._walk_snapshot(digest)
         for digest in self._records:
             self._page(digest, Record, None)

@@ -7,6 +7,7 @@ not look again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -20,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from zgstore.errors import Corrupt, Invalid, Missing, ZgError
+from zgstore.errors import Busy, Corrupt, Invalid, Missing, NoSpace, Transient, ZgError
 from zgstore.format.blobheader import ALIGNMENT, BlobHeader, read_header
 from zgstore.format.digest import Digest
 from zgstore.format.manifest import CODECS, DTYPES, Column, Constant
@@ -140,6 +141,25 @@ class Verification:
 
     def _run(self) -> Iterator[Problem]:
         started = time.monotonic()
+        with self._kept():
+            yield from self._examined()
+        self._stamp(at_least=1)
+        self._report = VerifyReport(self._objects, self._bytes, time.monotonic() - started, tuple(self._found))
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        """A reader's lease on what is examined, where one can be had: what is collected meanwhile is no problem."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(NoSpace, Transient, Busy):
+                lease = self._store.leases.try_take("verify")
+                if lease is not None:
+                    stack.callback(lease.close)
+                    # A collector's batch either sees the names, or is over before we look.
+                    with self._store.leases.store_lock(exclusive=False):
+                        lease.add(self._survey.snapshots())
+            yield
+
+    def _examined(self) -> Iterator[Problem]:
         self._survey.walk()
         for fault in self._survey.faults:
             yield from self._tell(fault)
@@ -148,8 +168,6 @@ class Verification:
             yield from self._tell(fault)
         for fault in self._foreign():
             yield from self._tell(fault)
-        self._stamp(at_least=1)
-        self._report = VerifyReport(self._objects, self._bytes, time.monotonic() - started, tuple(self._found))
 
     def _tell(self, fault: Fault) -> Iterator[Problem]:
         if self._is_mine(fault.digest):
