@@ -21,6 +21,7 @@ from zgstore.building.pool import Pool
 from zgstore.building.statistics import Statistics, stats
 from zgstore.errors import Invalid
 from zgstore.format.blobheader import BlobHeader
+from zgstore.format.digest import Digest
 from zgstore.format.manifest import Blob, Column
 from zgstore.format.tensorfile import TORCH_OF, as_bytes, dtype_name, int8_encode, layout_of_column, offsets_of
 from zgstore.storage.drafts import Draft
@@ -192,9 +193,9 @@ class ShardDraft:
         """Make the blobs durable and give them their names (FORMAT 1, 7.2 and 7.3), column by column."""
         return [stream.keep() for stream in self._streams.values()]
 
-    def digests(self) -> list[tuple[Column, Blob]]:
-        """What the blobs would be called; nothing is kept."""
-        return [stream.digest() for stream in self._streams.values()]
+    def keep_expected(self, expected: Mapping[str, Digest]) -> dict[str, Blob]:
+        """Keep the blobs that come out as expected and discard the others; column → what came out."""
+        return {name: stream.keep_if(expected.get(name)) for name, stream in self._streams.items()}
 
     def discard(self) -> None:
         """Remove what has been written."""
@@ -310,12 +311,14 @@ class _Stream:
             statistics["error"] = self._worst
         return Stored(self.column, blob, self._seen_rows, self.statistics.nonfinite, statistics)
 
-    def digest(self) -> tuple[Column, Blob]:
+    def keep_if(self, expected: Digest | None) -> Blob:
         draft = self._complete()
         blob = draft.finish()
-        draft.discard()
-        assert self.column is not None
-        return self.column, blob
+        if blob.digest == expected:
+            self._session.keep(draft)
+        else:
+            draft.discard()
+        return blob
 
     def discard(self) -> None:
         if self._draft is not None:
