@@ -210,7 +210,7 @@ class Index:
     @contextlib.contextmanager
     def _alone(self, *, exclusive: bool) -> Iterator[None]:
         """Keep other processes out, so that the seal belongs to the data."""
-        with directory(self.path) as folder:
+        with directory(self.path.parent, self.path.name) as folder:
             fcntl.flock(folder, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
             yield
 
@@ -241,7 +241,7 @@ class Index:
         fresh.replace(self.path / "seal")
 
     def _remove(self) -> None:
-        with directory(self.path) as folder:
+        with directory(self.path.parent, self.path.name) as folder:
             for name in listing(folder):
                 remove_tree(folder, name)
 

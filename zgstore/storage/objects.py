@@ -103,8 +103,8 @@ class Objects(Trash):
         """
         return self.stats([digest], family)[0]
 
-    def stats(self, digests: Iterable[Digest], family: str) -> list[Stat | None]:
-        """``stat`` of many, in their order."""
+    def stats(self, digests: Iterable[Digest], family: str, *, strict: bool = True) -> list[Stat | None]:
+        """``stat`` of many, in their order; if not ``strict``, what is not a regular file counts as not there."""
         found: list[Stat | None] = []
         extension = FAMILIES[family]
         with faults(f"looking into {family}"), directory(self.root, family) as folder:
@@ -115,9 +115,10 @@ class Objects(Trash):
                 except (FileNotFoundError, NotADirectoryError):
                     found.append(None)
                     continue
-                if not stat.S_ISREG(entry.st_mode):
+                regular = stat.S_ISREG(entry.st_mode)
+                if strict and not regular:
                     raise not_regular(self.path(digest, family))
-                found.append(Stat.of(entry))
+                found.append(Stat.of(entry) if regular else None)
         return found
 
     def absent(self, raws: Sequence[bytes], family: str) -> list[bytes]:

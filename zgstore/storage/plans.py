@@ -128,7 +128,8 @@ def _blob_plans(store: Store, snapshot: Digest | None, blobs: Sequence[Blob]) ->
         if stat.size != blob.size:
             raise _wrong_size(store.objects.path(blob.digest, "objects"), blob, stat.size)
         verified = stamp is not None and stamp.fits(stat, now)
-        plans.append(BlobPlan(blob.digest.hex, blob.size, stat, verified))
+        plain = (stat.device, stat.inode, stat.size, stat.mtime_ns, stat.ctime_ns)  # workers know no class of ours
+        plans.append(BlobPlan(blob.digest.hex, blob.size, plain, verified))
     return plans
 
 

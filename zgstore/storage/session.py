@@ -110,10 +110,10 @@ class Session:
         wanted = [each.digest if isinstance(each, Blob) else each for each in digests]
         with self._step():
             self._name([digest.raw for digest in wanted], family)
-            found = self.store.objects.stats(wanted, family)
+            found = self.store.objects.stats(wanted, family, strict=False)
             for at, digest in enumerate(wanted):
                 if found[at] is None and self.store.objects.restore(digest, family):
-                    found[at] = self.store.objects.stat(digest, family)
+                    found[at] = self.store.objects.stats([digest], family, strict=False)[0]
         hits = [
             stat is not None and (not isinstance(each, Blob) or stat.size == each.size)
             for each, stat in zip(digests, found, strict=True)
