@@ -16,6 +16,7 @@ from zgstore.format.manifest import Column, LeafPage, Pins, RootPage, Shard, Sna
 from zgstore.reading.opening import follow, read
 from zgstore.reading.reader import Reader
 from zgstore.reading.sampler import Sampler
+from zgstore.storage.leases import Leases
 from zgstore.storage.store import Store
 
 
@@ -52,6 +53,13 @@ def test_a_store_that_cannot_be_written_is_read_without_a_lease(tmp_path):
     with read(made.store, "main") as reader:
         assert len(reader) == 4
     (made.store.path / "leases").chmod(0o700)
+
+
+def test_a_reader_without_a_lease_reads_and_closes(dense_store, monkeypatch):
+    monkeypatch.setattr(Leases, "try_take", lambda *_, **__: None)  # what a read-only mount gives
+    with read(dense_store.store, "main", columns=["h.0"], verify="open") as reader:
+        assert torch.equal(reader[7]["h.0"], dense_store.rows["h.0"][7])
+    assert dense_store.store.leases.all() == []
 
 
 class Growing:

@@ -275,6 +275,8 @@ def test_a_reader_holds_a_lease_until_it_is_closed(tmp_path):
     assert lease.digests == made.digest.raw
     reader.close()
     reader.close()
+    with pytest.raises(Invalid, match="closed"):
+        reader[0]
     assert made.store.leases.all() == []
     reader = read(made.store, "main")
     del reader

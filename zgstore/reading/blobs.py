@@ -100,6 +100,7 @@ class Blobs:
         self.kinds: list[Kind] = []
         self.shared = torch.empty(0, dtype=torch.uint8)
         self.notes: NDArray[np.uint8] = self.shared.numpy()
+        self.closed = False
         self._here: _Here | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -218,7 +219,10 @@ class Blobs:
             Corrupt: if it is not the blob of the plan.
             Missing: if it is not there.
             Transient: if the system would not read it.
+            Invalid: if the reader was closed.
         """
+        if self.closed:
+            raise Invalid("the reader is closed, and its lease with it", hint="open it anew with `zgstore.read`")
         here = self.here()
         with here.lock:
             file = here.files.get(number)
@@ -247,7 +251,8 @@ class Blobs:
                     os.close(file.fd)
 
     def close(self) -> None:
-        """Close this process's files."""
+        """Close this process's files, for good."""
+        self.closed = True
         here, self._here = self._here, None
         if here is not None and here.pid == os.getpid() and here.pool is not None:
             here.pool.shutdown()
