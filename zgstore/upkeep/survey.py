@@ -26,7 +26,7 @@ from zgstore.format.manifest import (
 from zgstore.storage import partials
 from zgstore.storage.objects import Stat
 from zgstore.storage.store import Store
-from zgstore.upkeep.reachability import Retention, log_of, place_in
+from zgstore.upkeep.reachability import DigestTable, Retention, log_of
 
 Page = TypeVar("Page", Snapshot, RootPage, LeafPage, Dropped, RowsRoot, RowsPage, Record)
 
@@ -96,6 +96,7 @@ class _Table:
     snapshot: Snapshot
     parts: frozenset[str] | None
     leaves: list[Digest]
+    blobs: DigestTable | None = None
 
 
 #: What was read and found right: digest, family, and the file's stamp from before it was read.
@@ -329,9 +330,11 @@ class Survey:
     def _hurt(self, digest: Digest) -> set[Digest]:
         users = set(self._users.get(digest, ()))
         for table in self._tables:
-            if any(constant.blob == digest for constant in table.snapshot.constants) or any(
-                place_in(blobs, digest) is not None for leaf in table.leaves for blobs in self._read[leaf].blobs
-            ):
+            if table.blobs is None:  # needed only where something is wrong; then perhaps for every blob
+                leaves = (self._read[leaf] for leaf in table.leaves)
+                constants = [constant.blob.raw for constant in table.snapshot.constants]
+                table.blobs = DigestTable(b"".join([*constants, *(blobs for leaf in leaves for blobs in leaf.blobs)]))
+            if table.blobs.has(digest.raw)[0]:
                 users.add(table.digest)
         return users
 
