@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,3 +147,31 @@ def test_what_reads_no_tensor_loads_no_torch():
     present = [name for name in WITHOUT_TORCH if (ROOT / name.replace(".", "/")).with_suffix(".py").exists()]
     code = f"import importlib, sys; [importlib.import_module(n) for n in {present!r}]; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def listed_in_the_architecture():
+    """Module → its sentence in ARCHITECTURE.md."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    found = dict(re.findall(r"^`(zgstore/errors)`: (.*)$", text, re.MULTILINE))
+    for folder, rows in re.findall(r"^### `([\w/]+)`$(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL):
+        found |= {f"{folder}/{name}": said for name, said in re.findall(r"^\| `(\w+)` \| (.*) \|$", rows, re.MULTILINE)}
+    return found
+
+
+def test_the_architecture_lists_every_module_by_its_own_first_sentence():
+    modules = {
+        str(path.relative_to(ROOT).with_suffix("")): (
+            ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        ).split("\n")[0]
+        for path in MODULES
+        if path.stem != "__init__"
+    }
+    assert listed_in_the_architecture() == modules
+
+
+def test_the_contract_of_imports_names_every_module_below_the_command():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    (layers,) = (each["layers"] for each in contracts["contracts"] if each["type"] == "layers")
+    named = set(re.findall(r"zgstore\.[\w.]+", " ".join(layers)))
+    inside = {name_of(path) for path in MODULES if path.stem != "__init__"}
+    assert named == {name for name in inside if top(name) == "zgstore" and ".cli." not in name} | {"zgstore.cli"}

@@ -1,0 +1,187 @@
+"""The documentation is true: links lead somewhere, snippets run, and nothing that exists is left out."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import zgstore
+from zgstore import errors
+from zgstore.cli import main as command
+from zgstore.format import manifest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+REFERENCE = ROOT / "docs" / "reference"
+# Pages whose commands are typed, one after the other, into one folder; each is a list of (language, text).
+RUN = ["README.md", "docs/tutorial/first-snapshot.md"]
+
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+def text_of(page):
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks_of(page, *languages):
+    return [(language, body) for language, body in FENCE.findall(text_of(page)) if language in languages]
+
+
+def without_code(text):
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def commands_in(body):
+    """The commands of a console block: what follows each `$ `, up to the next one."""
+    return [each.removeprefix("$ ") for each in re.split(r"\n(?=\$ )", body.strip())]
+
+
+@pytest.fixture
+def environment():
+    mine = {key: value for key, value in os.environ.items() if not key.startswith(("ZGSTORE", "SLURM", "PYTEST"))}
+    return {**mine, "PATH": f"{Path(sys.executable).parent}:{mine['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
+# ---- links ----
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page):
+    for target in LINK.findall(without_code(page.read_text(encoding="utf-8"))):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target.partition("#")[0]).exists(), f"{target} in {page}"
+
+
+def test_every_page_is_reached_from_the_readme():
+    seen, coming = set(), [ROOT / "README.md"]
+    while coming:
+        page = coming.pop()
+        if page not in seen and page.suffix == ".md":
+            seen.add(page)
+            links = LINK.findall(without_code(page.read_text(encoding="utf-8")))
+            coming += [(page.parent / link).resolve() for link in links if "://" not in link]
+    assert {page for page in PAGES if "design" not in page.parts} <= seen
+
+
+# ---- snippets ----
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_commands_and_snippets_of_a_page_run(page, tmp_path, environment):
+    shutil.copytree(ROOT / "examples" / "minimal", tmp_path / "examples" / "minimal")
+    here = tmp_path
+    for language, body in blocks_of(page, "console", "python"):
+        if language == "python":
+            ran = subprocess.run(
+                [sys.executable, "-c", body], cwd=here, env=environment, capture_output=True, text=True, check=False
+            )
+            assert ran.returncode == 0, f"{body}\n{ran.stderr}"
+            continue
+        for line in commands_in(body):
+            ran = run_in_shell(line, here, environment)
+            assert ran.returncode == 0, f"$ {line}\n{ran.stdout}\n{ran.stderr}"
+            here = Path(ran.stdout.rstrip().rpartition("\n")[2])
+
+
+def run_in_shell(line, here, environment):
+    """Run one command; the folder it ends in is the last line that it prints."""
+    return subprocess.run(
+        ["bash", "-c", f"set -e\n{line}\necho; pwd"], cwd=here, env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+
+
+def test_the_recipe_of_the_readme_is_the_one_of_the_example():
+    (recipe,) = [body for language, body in blocks_of("README.md", "toml") if "[teacher]" in body]
+    assert tomllib.loads(recipe) == tomllib.loads((ROOT / "examples/minimal/cache.toml").read_text(encoding="utf-8"))
+
+
+def test_every_command_in_the_docs_is_one():
+    for page in PAGES:
+        for body in [body for _, body in blocks_of(page, "sh", "bash", "yaml", "console")]:
+            for name, sub in re.findall(r"(?:^|\s)zgstore ([a-z]+)(?: ([a-z]+))?", body):
+                names = {entry.name for entry in command.COMMANDS}
+                assert name in names or f"{name} {sub}" in names, f"zgstore {name} {sub} in {page}"
+
+
+def test_every_option_in_the_docs_is_in_the_reference():
+    known = set(re.findall(r"--[a-z][a-z-]+", text_of("docs/reference/cli.md")))
+    for page in PAGES:
+        for body in [body for _, body in blocks_of(page, "sh", "yaml", "console")]:
+            for line in re.findall(r"zgstore [a-z][^\n|#]*", body):
+                options = set(re.findall(r"(?<=\s)--[a-z][a-z-]+", line.partition(" -- ")[0]))
+                assert options <= known, f"{line} in {page}"
+
+
+# ---- the reference is whole ----
+
+
+def sections():
+    """Command → its section of the reference."""
+    parts = re.split(r"^### `zgstore ([^`]*)`$", text_of("docs/reference/cli.md"), flags=re.MULTILINE)
+    words = (re.match(r"[a-z]+( [a-z]+)?", title) for title in parts[1::2])
+    return {match[0]: body for match, body in zip(words, parts[2::2], strict=True) if match}
+
+
+def test_the_reference_has_every_command_and_no_other():
+    assert set(sections()) == {entry.name for entry in command.COMMANDS}
+
+
+def test_the_reference_has_every_option_of_every_command(environment):
+    everywhere = text_of("docs/reference/cli.md").partition("## Start")[0]
+    for name, section in sections().items():
+        helped = subprocess.run(
+            [Path(sys.executable).with_name("zgstore"), *name.split(), "--help"], env=environment, capture_output=True,
+            text=True, check=True,
+        )  # fmt: skip
+        options = set(re.findall(r"(?m)^│\s*\*?\s*(--[a-z][a-z-]+)", helped.stdout)) - {"--help"}
+        assert options, helped.stdout
+        missing = {option for option in options if option not in section + everywhere}
+        assert not missing, f"zgstore {name}"
+
+
+def test_the_reference_has_every_kind_of_error_with_its_class_and_exit_code():
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\d+) \|", text_of("docs/reference/errors.md"), re.MULTILINE)
+    classes = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.ZgError)]
+    assert {(kind, name, int(code)) for kind, name, code in rows} == {
+        (each.kind, each.__name__, each.exit_code) for each in classes if each is not errors.ZgError
+    }
+
+
+def test_the_reference_has_every_public_name():
+    text = text_of("docs/reference/api.md")
+    assert not [name for name in zgstore.__all__ if not re.search(rf"\b{name}\b", text)]
+
+
+def test_the_reference_has_every_field_of_the_format():
+    text = text_of("docs/reference/format-v1.md")
+    source = Path(manifest.__file__).read_text(encoding="utf-8")
+    encoders = "".join(re.findall(r"def (?:encode|as_value)\(self\).*?(?=\n    def|\n    @|\n\n\n)", source, re.DOTALL))
+    fields = set(re.findall(r'"([a-z_]+)":', encoders))
+    assert {"snapshot", "left_out_reasons", "nonfinite", "columns"} <= fields
+    assert not {field for field in fields if f"`{field}`" not in text}
+    assert not {dtype for dtype in manifest.DTYPES if dtype not in text}
+    assert not {codec for codec in manifest.CODECS if f"`{codec}`" not in text}
+    assert not {role for role in manifest.ROLES if f"`{role}`" not in text}
+
+
+def test_the_worked_example_of_the_format_gives_its_digests():
+    result = doctest.testfile(str(REFERENCE / "format-v1.md"), module_relative=False)
+    assert result.attempted > 20
+    assert result.failed == 0
+
+
+def test_a_row_of_the_worked_example_is_what_the_library_digests():
+    (digest, _) = zgstore.row_digests({"x": torch.arange(6, dtype=torch.float32).reshape(2, 3)})
+    assert str(digest) in text_of("docs/reference/format-v1.md")

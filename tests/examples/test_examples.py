@@ -1,0 +1,46 @@
+"""The examples run as they stand, and stay short."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import zgstore
+
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
+
+
+def test_the_minimal_example_builds_reads_and_trains(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, EXAMPLES / "minimal" / "train.py", tmp_path / "store"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    said = ran.stdout.splitlines()
+    assert said[0].endswith("64 samples")
+    assert float(said[1].rpartition(" ")[2]) < 0.2
+
+
+def test_the_minimal_example_is_under_sixty_lines_of_its_own_code():
+    lines = [
+        line
+        for path in (EXAMPLES / "minimal").glob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.strip()
+    ]
+    assert len(lines) < 60
+
+
+def test_every_recipe_of_the_examples_can_be_read():
+    recipes = sorted(EXAMPLES.rglob("*.toml"))
+    assert len(recipes) >= 2
+    for path in recipes:
+        recipe = zgstore.load_recipe(path)
+        assert recipe.teacher.factory.resolve()
+        assert recipe.data.factory.resolve()
+
+
+def test_the_recipe_of_the_demo_cuts_the_teacher_into_four_blocks():
+    boundaries = zgstore.load_recipe(EXAMPLES / "smollm2" / "smollm2.toml").capture.boundaries
+    assert boundaries == (*(f"model.layers.{layer}:in" for layer in (0, 8, 15, 23)), "model.norm:in")
