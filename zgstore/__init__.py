@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from zgstore.upkeep.inspector import show as show
     from zgstore.upkeep.keeper import hold as hold
     from zgstore.upkeep.keeper import tag as tag
+    from zgstore.upkeep.recomputer import recompute as recompute
+    from zgstore.upkeep.repairer import repair as repair
     from zgstore.upkeep.verifier import verify as verify
 
 # Public name → where it lives. Loaded when first asked for, so that a command that reads no tensor loads no torch.
@@ -80,6 +82,8 @@ _HOMES = {
     "upkeep.inspector": ("log", "show"),
     "upkeep.keeper": ("hold", "tag"),
     "upkeep.accounts": ("why",),
+    "upkeep.recomputer": ("recompute",),
+    "upkeep.repairer": ("repair",),
     "upkeep.verifier": ("verify",),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -65,7 +65,7 @@ def publish(
         for shard in range(shards):
             blobs = []
             for column in columns:
-                values = np.full((ROWS, 3, 8), (column.depth or 0) + (fill if shard else 0.5), np.float32)
+                values = np.full((ROWS, 3, 8), 10 * (column.depth or 0) + (fill if shard else 0.5), np.float32)
                 draft = session.draft(header.file_size)
                 draft.write(header.encode() + values.tobytes())
                 blobs.append(session.keep(draft))

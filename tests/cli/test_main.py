@@ -97,10 +97,20 @@ def test_no_store_is_said_with_what_to_do(zg):
 @pytest.mark.parametrize(
     "words",
     [
-        ["nonsense"], ["ls", "--nonsense"], ["show"], ["diff", "main"], ["lease"], ["ref"], ["import"], ["lease", "nonsense"],
-        ["show", "main", "--decode", "seven"], ["ls", "--wait", "soon"], ["ls", "--store"], ["ls", "too", "many"],
+        ["nonsense"],
+        ["ls", "--nonsense"],
+        ["show"],
+        ["diff", "main"],
+        ["lease"],
+        ["ref"],
+        ["import"],
+        ["lease", "nonsense"],
+        ["show", "main", "--decode", "seven"],
+        ["ls", "--wait", "soon"],
+        ["ls", "--store"],
+        ["ls", "too", "many"],
     ],
-)  # fmt: skip
+)
 def test_a_mistyped_command_is_two_lines_and_exit_2(store, zg, words):
     ran = zg(*words)
     assert ran.code == 2
@@ -215,10 +225,25 @@ def test_json_is_alone_on_standard_output_whatever_is_printed(store, process):
 
 
 LIGHT = [
-    ["--help"], ["--version"], ["ls"], ["show", "main"], ["log", "main"], ["diff", "v1", "main"], ["du"], ["lease", "ls"],
-    ["tag", "v2", "main"], ["ref", "set", "dev", "main"], ["hold", "h", "main"], ["lock", "main"], ["gc", "--dry-run"],
-    ["verify"], ["reindex"], ["init"], ["build", "--help"], ["lease", "run", "main", "--", "true"],
-]  # fmt: skip
+    ["--help"],
+    ["--version"],
+    ["ls"],
+    ["show", "main"],
+    ["log", "main"],
+    ["diff", "v1", "main"],
+    ["du"],
+    ["lease", "ls"],
+    ["tag", "v2", "main"],
+    ["ref", "set", "dev", "main"],
+    ["hold", "h", "main"],
+    ["lock", "main"],
+    ["gc", "--dry-run"],
+    ["verify"],
+    ["reindex"],
+    ["init"],
+    ["build", "--help"],
+    ["lease", "run", "main", "--", "true"],
+]
 
 
 @pytest.mark.parametrize("words", LIGHT, ids=" ".join)
@@ -264,8 +289,12 @@ run()
 @pytest.mark.parametrize("flag", ["--json", "--debug"])
 def test_a_signal_ends_by_130(store, tmp_path, number, flag):
     process = subprocess.Popen(
-        [sys.executable, "-c", WAITS, "ls", flag], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )  # fmt: skip
+        [sys.executable, "-c", WAITS, "ls", flag],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stderr.readline() == "ready\n"
     process.send_signal(number)
     out, err = process.communicate(timeout=20)

@@ -10,8 +10,9 @@ from zgstore.errors import Invalid
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("30s", 30), ("10m", 600), ("24h", 86400), ("7d", 604800), ("0", 0), ("1.5h", 5400), ("2W", 1209600)]
-)  # fmt: skip
+    ("text", "seconds"),
+    [("30s", 30), ("10m", 600), ("24h", 86400), ("7d", 604800), ("0", 0), ("1.5h", 5400), ("2W", 1209600)],
+)
 def test_a_duration_is_read(text, seconds):
     assert units.parse_duration(text) == seconds
 
@@ -32,9 +33,17 @@ def test_a_part_counts_from_where_it_says():
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1536 << 20, "1.50 GiB"), (1 << 20, "1.00 MiB"), (300 << 20, "300 MiB"),
-     (1023 * 1024 + 1000, "1.00 MiB"), (10 << 40, "10.0 TiB")],
-)  # fmt: skip
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1536 << 20, "1.50 GiB"),
+        (1 << 20, "1.00 MiB"),
+        (300 << 20, "300 MiB"),
+        (1023 * 1024 + 1000, "1.00 MiB"),
+        (10 << 40, "10.0 TiB"),
+    ],
+)
 def test_a_size_has_three_digits(count, text):
     assert units.size_text(count) == text
 

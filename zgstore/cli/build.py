@@ -13,6 +13,7 @@ from zgstore.cli.arguments import Recipe
 from zgstore.cli.console import Answer, Block, Facts, Line, Progress, Rows
 from zgstore.cli.session import Session, session_of
 from zgstore.cli.units import duration_text, parse_list, parse_part, short, size_text
+from zgstore.cli.verify import failure, look
 from zgstore.errors import Invalid
 
 if TYPE_CHECKING:
@@ -88,10 +89,9 @@ def build(
 
 def _verified(session: Session, value: dict[str, Any]) -> Answer:
     """The locked snapshot is there: what remains is to see that it is whole."""
-    from zgstore.cli.verify import check  # noqa: PLC0415
-
-    found = check(session, [value["snapshot"]])
-    return Answer({**value, "problems": found.value["problems"]}, _view, error=found.error)
+    problems = look(session, [value["snapshot"]]).problems
+    value["problems"] = [problem.as_json() for problem in problems]
+    return Answer(value, _view, error=failure(problems))
 
 
 def _share(text: str, environment: Mapping[str, str]) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import importlib
@@ -447,7 +448,7 @@ def _answering(function: Callable[..., Answer]) -> Callable[..., Answer]:
         session = session_of(kwargs["ctx"])
         session.screen.divert()
         deadline = time.monotonic() + session.options.wait_seconds
-        with session.signals():
+        with session.signals(), contextlib.redirect_stdout(sys.stderr):
             while True:
                 try:
                     return function(**kwargs)

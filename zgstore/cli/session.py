@@ -99,13 +99,13 @@ class Session:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """From here on SIGINT and SIGTERM stop the command: once in order, twice at once."""
+        """SIGINT and SIGTERM stop the command: once in order, twice at once. None spoils its last words."""
         before = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if self.stopping else handler)
 
     @contextmanager
     def stops_by(self, act: Callable[[int], None]) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,8 +13,13 @@ from zgstore.cli.arguments import Revs, complete_recipe
 from zgstore.cli.console import Answer, Block, Facts, Line, summary
 from zgstore.cli.session import Session, session_of
 from zgstore.cli.units import duration_text, listing, plural, short
-from zgstore.errors import Invalid, NotFound
+from zgstore.errors import Invalid, NotFound, Refused, ZgError
+from zgstore.storage.store import Store
 from zgstore.upkeep import verifier
+from zgstore.upkeep.survey import Problem
+
+if TYPE_CHECKING:
+    from zgstore.upkeep.recomputer import RecomputeReport
 
 
 def verify(
@@ -49,24 +54,67 @@ def verify(
     _see_sense(quick=quick, new=new, recompute=recompute, recipe=recipe, repair=repair, source=source)
     session = session_of(ctx)
     named = [*(revs or ()), *(_locked() if locked else ())]
-    return check(session, named or None, quick=quick, part=None if part is None else verifier.parse_part(part), new=new)
+    found = look(session, named or None, quick=quick, part=None if part is None else verifier.parse_part(part), new=new)
+    value, problems = found.as_json(), found.problems
+    if repair and problems:
+        value["repair"], problems = _repaired(session, problems, recipe, source)
+    if recompute is not None and recipe is not None:
+        again = _recomputed(session, named or [Path(recipe).stem], recipe, recompute)
+        value["recomputed"] = {"shards": sum(each.shards for each in again), "blobs": sum(each.blobs for each in again)}
+        problems = (*problems, *(problem for each in again for problem in each.problems))
+    value |= {"ok": not problems, "problems": [problem.as_json() for problem in problems]}
+    return Answer(value, view, error=failure(problems))
 
 
-def check(
+def look(
     session: Session,
     revs: Sequence[str] | None,
     *,
     quick: bool = False,
     part: tuple[int, int] | None = None,
     new: bool = False,
-) -> Answer:
-    """Verify, and say what was found: an answer with an error where something is wrong."""
+) -> verifier.VerifyReport:
+    """Verify the named snapshots, or all that names reach."""
     store = session.store()
     digests = None if revs is None else [session.resolve(store, rev) for rev in revs]
     with session.progress("verifying") as progress:
-        found = verifier.verify(store, digests, quick=quick, part=part, new=new, progress=progress.add)
-        report = found.report
-    return Answer(report.as_json(), _view, error=verifier.failure(report.problems))
+        return verifier.verify(store, digests, quick=quick, part=part, new=new, progress=progress.add).report
+
+
+def failure(problems: Sequence[Problem]) -> ZgError | None:
+    """The error that the problems amount to; None if there are none."""
+    if problems and all(problem.kind == "differs" for problem in problems):
+        return Refused(f"{plural(len(problems), 'blob')} came out otherwise when computed again", hint=problems[0].hint)
+    return verifier.failure(problems)
+
+
+def _repaired(
+    session: Session, problems: Sequence[Problem], recipe: str | None, source: str | None
+) -> tuple[dict[str, Any], tuple[Problem, ...]]:
+    """What was mended, and the problems that are left."""
+    from zgstore.upkeep import repairer  # noqa: PLC0415 - loads torch, which verifying need not
+
+    other = None if source is None else Store.open(source)
+    with session.progress("repairing") as progress:
+        report = repairer.repair(
+            session.store(), problems, recipe=recipe, source=other, progress=lambda _rows, size: progress.add(size)
+        )
+    value = report.as_json()
+    del value["left"]
+    return value, report.left
+
+
+def _recomputed(session: Session, revs: Sequence[str], recipe: str, count: int) -> list[RecomputeReport]:
+    from zgstore.upkeep import recomputer  # noqa: PLC0415 - loads torch
+
+    store = session.store()
+    with session.progress("recomputing") as progress:
+        return [
+            recomputer.recompute(
+                store, session.resolve(store, rev), recipe, count, progress=lambda _rows, size: progress.add(size)
+            )
+            for rev in revs
+        ]
 
 
 def _see_sense(
@@ -96,18 +144,29 @@ def _locked() -> list[str]:
     return [str(locked.snapshot) for locked in lockfile.read(path).values()]
 
 
-def _view(value: dict[str, Any]) -> Iterator[Block]:
+def view(value: dict[str, Any]) -> Iterator[Block]:
+    """The page: each problem, what was mended, and the sum."""
     for problem in value["problems"]:
         yield Line(f"{problem['kind']} {short(problem['object'])}".rstrip(), style="bold red")
         yield Facts(
             [
-                ("  what", problem.get("message")),
+                ("  what", problem["message"]),
                 ("  path", problem["path"]),
                 ("  hurts", listing([*problem["refs"], *map(short, problem["snapshots"])]) or "nothing that is named"),
                 ("  do", problem["hint"]),
             ]
         )
         yield Line("")
+    mended = value.get("repair")
+    if mended:
+        yield Line(
+            f"mended {plural(len(mended['mended']), 'object')} in {duration_text(mended['seconds'])}", style="bold"
+        )
+        yield Facts([(f"  {short(each['object'])}", f"from the {each['source']}") for each in mended["mended"]])
+        for path in mended["quarantined"]:
+            yield Line(f"  set aside: {path}")
+    if again := value.get("recomputed"):
+        yield Line(f"recomputed {plural(again['shards'], 'shard')}, {plural(again['blobs'], 'blob')}")
     looked = f"{summary(value['objects'], 'object', value['bytes'])} in {duration_text(value['seconds'])}"
-    found = plural(len(value["problems"]), "problem") if value["problems"] else "sound"
-    yield Line(f"{found}: {looked}")
+    found = f"{plural(len(value['problems']), 'problem')} left" if mended else plural(len(value["problems"]), "problem")
+    yield Line(f"{found if value['problems'] else 'sound'}: {looked}")
