@@ -8,7 +8,7 @@ from zgstore.building.inputs import read_inputs
 from zgstore.building.planner import (
     TeacherIdentity,
     columns_of,
-    keys_of,
+    key_of,
     look_up,
     pin_changes,
     recipe_digest,
@@ -29,7 +29,9 @@ def planned(tmp_path):
         recipe = load_recipe(write_recipe(tmp_path / "p", module, **changes))
         inputs = read_inputs(recipe)
         shards = shards_of(inputs, recipe.storage.batches_per_shard)
-        return {wanted.name: keys_of(wanted, shards) for wanted in columns_of(recipe, inputs, teacher)}
+        return {
+            wanted.name: [key_of(wanted, shard) for shard in shards] for wanted in columns_of(recipe, inputs, teacher)
+        }
 
     return plan
 

@@ -38,6 +38,7 @@ from zgstore.building.preparation import (
     tasks_of,
 )
 from zgstore.building.publication import Assembled, assemble, nonfinite_error, publish, record_of
+from zgstore.building.recall import Found, remember
 from zgstore.building.recipe import Recipe, load_recipe
 from zgstore.errors import Invalid
 from zgstore.format.digest import Digest
@@ -203,7 +204,7 @@ class _Build:
         self.began = time.perf_counter()
         # The ref as it is now: if it has moved when this build publishes, somebody else's work would be hidden.
         self.expect = self.store.refs.get(options.ref, "head") if options.ref else None
-        self.found: list[list[Action | None]] = []
+        self.found: list[list[Found | None]] = []
         self.built: set[tuple[int, int]] = set()
         self.new_bytes = 0
         self.rows = 0
@@ -262,9 +263,9 @@ class _Build:
         """What another build has made of this shard since the plan is taken from it."""
         plan, shard, left = self.prepared.plan, task.shard.index, []
         for column in self._places(task):
-            action = self.store.memos.action(plan.keys[column][shard], self._tag(column))
+            action = self.store.memos.action(plan.key(column, shard), self._tag(column))
             if action is not None and self.session.reserve([action.blob]) == [True]:
-                self.found[column][shard] = action
+                self.found[column][shard] = Found.of(action)
             else:
                 left.append(plan.columns[column])
         if not left:
@@ -293,7 +294,7 @@ class _Build:
         for column, each in zip(self._places(captured), stored, strict=True):
             teachers = plan.columns[column].source == "teacher"
             action = Action(
-                key=plan.keys[column][shard.index],
+                key=plan.key(column, shard.index),
                 blob=each.blob,
                 rows=each.rows,
                 dtype=each.column.dtype,
@@ -315,7 +316,7 @@ class _Build:
         if winner is None or not lost:
             self.store.memos.put_action(action, self._tag(column))
             winner = action
-        self.found[column][shard] = winner
+        self.found[column][shard] = Found.of(winner)
         self.built.add((column, shard))
 
     def _refuse_nonfinite(self, captured: Captured) -> None:
@@ -401,6 +402,8 @@ class _Build:
                 circumstance=circumstance,
             )  # fmt: skip
 
+        if self.built or not plan.recalled:
+            remember(self.store.memos, plan, plan.tags(), plan.platforms())
         publish(self.session, assembled, ref=ref, expect=self.expect, record=record)
         if self.follow is not None:
             self.follow.finish(assembled.digest)

@@ -18,10 +18,11 @@ from zgstore.building.execution import TeacherSource, columns_beside, first_samp
 from zgstore.building.inputs import is_ragged
 from zgstore.building.planner import BuildPlan, Wanted, columns_of
 from zgstore.building.preparation import Options, Prepared, look, prepare
+from zgstore.building.recall import Found
 from zgstore.building.recipe import Recipe, load_recipe
 from zgstore.building.rows import Batch, SampleBatch, check_batch
 from zgstore.errors import Invalid
-from zgstore.format.manifest import Action, Column
+from zgstore.format.manifest import Column
 from zgstore.format.tensorfile import NAME_OF, TORCH_OF, layout_of_column
 from zgstore.storage.store import Store
 
@@ -193,7 +194,7 @@ def _by_loading(store: Store, prepared: Prepared, options: Options) -> tuple[Pre
             source.recipe, prepared.inputs, source.identity, extractor=source.extractor,
             trajectory=trajectory_of(sample),
         )  # fmt: skip
-        found: tuple[tuple[Action | None, ...], ...] = tuple((None,) * len(again.plan.shards) for _ in columns)
+        found: tuple[tuple[Found | None, ...], ...] = tuple((None,) * len(again.plan.shards) for _ in columns)
         again = replace(again, plan=replace(again.plan, columns=columns, found=found))
     return again, [_of_sample(source, wanted, sample) for wanted in again.plan.columns]
 

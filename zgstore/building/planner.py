@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from zgstore.building.inputs import START, Inputs
+from zgstore.building.recall import Found, recall
 from zgstore.building.recipe import Recipe
 from zgstore.building.rows import ID
 from zgstore.format import canonical
@@ -123,18 +124,29 @@ class BuildPlan:
         pins: Of the snapshot that comes out.
         columns: In the snapshot's order.
         shards: In the stream's order.
-        keys: By column and shard.
-        found: By column and shard: the action that is used; None: a miss.
+        found: By column and shard: what the store has of it; None: a miss.
         platform: The teacher's.
-        recipe: The recipe digest needs the columns' shapes, and is made when they are known.
+        recalled: Whether all of it was found in one file, so that no action was opened.
     """
 
     pins: Pins
     columns: tuple[Wanted, ...]
     shards: tuple[ShardInputs, ...]
-    keys: tuple[tuple[Digest, ...], ...]
-    found: tuple[tuple[Action | None, ...], ...]
+    found: tuple[tuple[Found | None, ...], ...]
     platform: Mapping[str, str]
+    recalled: bool = False
+
+    def key(self, column: int, shard: int) -> Digest:
+        """The action key of a column of a shard."""
+        return key_of(self.columns[column], self.shards[shard])
+
+    def tags(self) -> list[str]:
+        """Each column's platform tag."""
+        return [platform_tag(platform) for platform in self.platforms()]
+
+    def platforms(self) -> list[Mapping[str, str]]:
+        """Each column's platform."""
+        return [self.platform if wanted.source == "teacher" else ANY_PLATFORM for wanted in self.columns]
 
     def missing(self, shard: int) -> tuple[int, ...]:
         """The columns (by place) that shard ``shard`` lacks."""
@@ -255,12 +267,10 @@ def _inputs_pin(recipe: Recipe) -> list[str] | None:
     return None if recipe.capture.inputs is None else list(recipe.capture.inputs)
 
 
-def keys_of(wanted: Wanted, shards: Sequence[ShardInputs]) -> tuple[Digest, ...]:
-    """The action keys of a column, one for each shard."""
-    return tuple(
-        digest_of("action", canonical.encode({"column": wanted.stem, "batches": _batches_part(wanted, shard)}))
-        for shard in shards
-    )
+def key_of(wanted: Wanted, shard: ShardInputs) -> Digest:
+    """The action key of a column of a shard."""
+    value = {"column": wanted.stem, "batches": _batches_part(wanted, shard)}
+    return digest_of("action", canonical.encode(value))
 
 
 def _batches_part(wanted: Wanted, shard: ShardInputs) -> bytes:
@@ -290,12 +300,16 @@ def make_plan(
     An action of this platform is taken first; for the shards that are then missing, another platform's, if it has
     them all: two platforms may round differently, so they are mixed as little as can be.
     """
-    keys = tuple(keys_of(wanted, shards) for wanted in columns)
-    found = []
-    for wanted, column_keys in zip(columns, keys, strict=True):
-        own = platform_tag(platform if wanted.source == "teacher" else ANY_PLATFORM)
-        found.append(look_up(store, column_keys, own))
-    return BuildPlan(pins, columns, shards, keys, tuple(found), platform)
+    plan = BuildPlan(pins, columns, shards, (), platform)
+    tags = plan.tags()
+    found = recall(store.memos, columns, tags, shards)
+    recalled = all(None not in mine for mine in found)
+    for wanted, own, mine in zip(columns, tags, found, strict=True):
+        missing = [at for at, each in enumerate(mine) if each is None]
+        keys = [key_of(wanted, shards[at]) for at in missing]
+        for at, action in zip(missing, look_up(store, keys, own), strict=True):
+            mine[at] = None if action is None else Found.of(action)
+    return replace(plan, found=tuple(tuple(mine) for mine in found), recalled=recalled)
 
 
 def look_up(store: Store, keys: Sequence[Digest], own: str) -> tuple[Action | None, ...]:

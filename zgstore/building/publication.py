@@ -13,11 +13,11 @@ from typing import Any, Final
 
 from zgstore.building.execution import constant_bytes
 from zgstore.building.planner import BuildPlan, Wanted
+from zgstore.building.recall import Found
 from zgstore.errors import Conflict, Invalid, NonFinite
 from zgstore.format.digest import Digest, digest_of
 from zgstore.format.manifest import (
     SHARDS_PER_LEAF,
-    Action,
     Blob,
     Column,
     Constant,
@@ -123,12 +123,12 @@ def assemble(
     )
 
 
-def _required(action: Action | None) -> Action:
+def _required(action: Found | None) -> Found:
     assert action is not None, "a plan is assembled when nothing is missing"
     return action
 
 
-def _column(wanted: Wanted, actions: Sequence[Action]) -> Column:
+def _column(wanted: Wanted, actions: Sequence[Found]) -> Column:
     columns = {wanted.column(action.dtype, action.shape) for action in actions}
     if len(columns) > 1:
         said = " and ".join(sorted(f"{column.dtype} {list(column.shape)}" for column in columns))
@@ -139,7 +139,7 @@ def _column(wanted: Wanted, actions: Sequence[Action]) -> Column:
     return columns.pop()
 
 
-def _rows(plan: BuildPlan, actions: Sequence[Action], shard: int) -> int:
+def _rows(plan: BuildPlan, actions: Sequence[Found], shard: int) -> int:
     rows = {action.rows for action in actions}
     if len(rows) > 1:
         said = ", ".join(f"{wanted.name} {a.rows}" for wanted, a in zip(plan.columns, actions, strict=True))
@@ -150,7 +150,7 @@ def _rows(plan: BuildPlan, actions: Sequence[Action], shard: int) -> int:
     return rows.pop()
 
 
-def _masked(plan: BuildPlan, actions: Sequence[Sequence[Action]], shards: Sequence[Shard]) -> dict[int, str]:
+def _masked(plan: BuildPlan, actions: Sequence[Sequence[Found]], shards: Sequence[Shard]) -> dict[int, str]:
     """Position → reason, of rows where a boundary is not finite."""
     masked: dict[int, str] = {}
     first = 0
@@ -253,7 +253,7 @@ def record_of(
     return Record(assembled.digest, store.now(), fields)
 
 
-def _present(actions: Sequence[Action | None]) -> list[Action]:
+def _present(actions: Sequence[Found | None]) -> list[Found]:
     return [action for action in actions if action is not None]
 
 
@@ -283,7 +283,7 @@ def _platforms(plan: BuildPlan) -> list[dict[str, str]]:
     return [dict(each) for each in sorted(unique)]
 
 
-def _statistics(actions: Sequence[Action]) -> dict[str, Any]:
+def _statistics(actions: Sequence[Found]) -> dict[str, Any]:
     """A column's statistics over its shards; rms weighted by rows."""
     mine = [action for action in actions if action.statistics]
     result: dict[str, Any] = {"nonfinite": sum(len(action.nonfinite) for action in actions)}

@@ -19,6 +19,7 @@ from torch import Tensor
 from zgstore.building.execution import columns_beside, constant_bytes
 from zgstore.building.planner import ANY_PLATFORM, BuildPlan, ShardInputs, Wanted
 from zgstore.building.publication import assemble, keep_constants, nonfinite_error, publish, record_of
+from zgstore.building.recall import Found
 from zgstore.building.rows import SampleBatch, join, row_digests
 from zgstore.building.shards import ShardDraft
 from zgstore.errors import Invalid
@@ -351,11 +352,8 @@ class Writer:
             )
             for at, shard in enumerate(self._shards)
         )
-        places = range(len(columns))
-        return BuildPlan(
-            pins, columns, shards, tuple(tuple(shard.keys[c] for shard in self._shards) for c in places),
-            tuple(tuple(shard.actions[c] for shard in self._shards) for c in places), ANY_PLATFORM,
-        )  # fmt: skip
+        found = tuple(tuple(Found.of(shard.actions[c]) for shard in self._shards) for c in range(len(columns)))
+        return BuildPlan(pins, columns, shards, found, ANY_PLATFORM)
 
 
 def _check(pins: Pins, cut: int, codecs: Mapping[str, str]) -> None:
