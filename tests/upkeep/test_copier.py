@@ -14,6 +14,7 @@ from zgstore.format.manifest import Dropped
 from zgstore.storage import partials
 from zgstore.storage.store import Store
 from zgstore.upkeep.copier import copy, plan_copy
+from zgstore.upkeep.verifier import verify
 
 H0, H1 = small.boundary("h.0", 0), small.boundary("h.1", 1)
 
@@ -252,3 +253,22 @@ def test_what_makes_no_sense_is_refused(source, target):
         copy(source, "main", to=target, columns=["h.9"])
     with pytest.raises(NotFound):
         copy(source, "nothing", to=target)
+
+
+def test_two_parts_at_once_add_up(source, target):
+    digest = small.publish(source, table(shards=6), ref="main")
+    with ThreadPoolExecutor(2) as pool:
+        copies = [
+            pool.submit(copy, source, "main", to=Store.open(target.path), columns=[name]) for name in ("h.0", "h.1")
+        ]
+    assert {each.result().plan.columns for each in copies} == {("h.0",), ("h.1",)}
+    assert partials.expected(target.path, digest) == {"h.0", "h.1"}
+
+
+def test_a_marker_that_outlived_its_snapshot_is_forgotten(source, target):
+    digest = small.publish(source, table(), ref="main")
+    with partials.alone(target.path, mode=0o600):
+        partials.mark(target.path, digest, {"h.1"}, mode=0o600, dir_mode=0o700)
+    copy(source, "main", to=target, columns=["h.0"])
+    assert partials.expected(target.path, digest) == {"h.0"}
+    assert list(verify(target)) == []

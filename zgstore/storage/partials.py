@@ -1,8 +1,7 @@
 """Which columns of a snapshot a store means to have, where it has only a part.
 
 A part is the same snapshot with the same digest: its pages are all here, and only some columns' blobs are. The file
-``partials/SNAPSHOT`` names these columns; where there is none, every column is meant. So that two copies add up,
-callers hold the store lock.
+``partials/SNAPSHOT`` names these columns; where there is none, every column is meant.
 """
 
 from __future__ import annotations
@@ -10,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
 from zgstore.errors import Corrupt
 from zgstore.format.digest import Digest
 from zgstore.format.manifest import decode_sealed, encode_sealed
+from zgstore.storage import locks
 from zgstore.storage.files import directory, fault, read_all, write_file
 
 FOLDER: Final = "partials"
 MAX_MARKER_BYTES: Final = 16 << 20
+WAIT_SECONDS: Final = 60.0
 
 
 def expected(root: Path, snapshot: Digest) -> frozenset[str] | None:
@@ -46,6 +48,11 @@ def expected(root: Path, snapshot: Digest) -> frozenset[str] | None:
     if value.get("kind") != "partial" or value.get("snapshot") != snapshot.raw:
         raise _bad(path, snapshot, "it is about another snapshot")
     return frozenset(columns)
+
+
+def alone(root: Path, *, mode: int) -> AbstractContextManager[None]:
+    """Nobody else changes markers in the block, so that two parts that arrive at once add up."""
+    return locks.hold(root, "partials", exclusive=True, wait_seconds=WAIT_SECONDS, mode=mode, what="the parts")
 
 
 def mark(root: Path, snapshot: Digest, columns: Collection[str], *, mode: int, dir_mode: int) -> None:

@@ -189,10 +189,12 @@ class Session:
         with self._step():
             self._require(digest, parts)
             self._name([each.raw for each, _, _ in drafts], "meta")
-            was_here = self._bring_back([digest.raw], "meta") == []
-            for name, hashed_as, draft in drafts:
-                self.store.objects.place(draft, name, "meta", kind=hashed_as)
-            self._mark_part(digest, columns, was_here=was_here)
+            with partials.alone(self.store.path, mode=self.store.file_mode):
+                was_here = self._bring_back([digest.raw], "meta") == []
+                # Before the snapshot: one that is here without a marker counts as whole.
+                self._mark_part(digest, columns, was_here=was_here)
+                for name, hashed_as, draft in drafts:
+                    self.store.objects.place(draft, name, "meta", kind=hashed_as)
             self.sync()
             if ref is not None:
                 told = drafts[1][0] if record is not None else None
@@ -271,7 +273,8 @@ class Session:
             if expected is not None:
                 partials.clear(store.path, snapshot)
         elif not was_here or expected is not None:
-            union = {*columns, *(expected or ())}
+            # A marker that outlived its snapshot says nothing of what is here now.
+            union = {*columns, *(expected or () if was_here else ())}
             partials.mark(store.path, snapshot, union, mode=store.file_mode, dir_mode=store.dir_mode)
 
     # -- the end ---------------------------------------------------------------------------------------------------
