@@ -26,8 +26,8 @@ from zgstore.reading.blobs import Blobs, OpenBlob
 from zgstore.storage import partials
 from zgstore.storage.store import Store
 
-# Elements worked on at once: their temporaries, in fp64, are what the memory is bounded by.
-PIECE_ELEMENTS: Final = 1 << 20
+# Elements worked on at once, or one row: their temporaries, in fp64, are what memory is bounded by, and fit a cache.
+PIECE_ELEMENTS: Final = 1 << 18
 
 Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -255,7 +255,7 @@ class _Sums:
         x = _finite(piece.values.to(torch.float64))
         self.add_equal_rows(len(piece.lengths))
         self.elements += x.numel()
-        self.reference += float((x * x).sum())
+        self.reference += float(torch.linalg.vecdot(x, x).sum())
 
     def add(self, left: _Piece, right: _Piece) -> int | None:
         """Add aligned rows; the first that differs, counted within the piece."""
@@ -263,27 +263,29 @@ class _Sums:
             return self._add_unlike(left, right)
         x, y = left.values.to(torch.float64), right.values.to(torch.float64)
         distance = (x - y).abs_()
-        unequal = distance != 0
-        if left.values.dtype == right.values.dtype and not left.values.is_floating_point():
-            unequal = left.values != right.values  # fp64 cannot tell large integers apart
-        if not bool(torch.isfinite(distance).all()):
+        total = float(distance.sum())
+        if not math.isfinite(total):
             equal = (x == y) | (x.isnan() & y.isnan())
             distance = torch.where(equal, 0.0, distance.nan_to_num(nan=math.inf, posinf=math.inf))
-            unequal = ~equal
+            total = float(distance.sum())
             x, y = _finite(x), _finite(y)
+        unequal = distance.amax(1) if distance.shape[1] else torch.zeros(len(distance), dtype=torch.float64)
+        if left.values.dtype == right.values.dtype and not left.values.is_floating_point():
+            # fp64 cannot tell large integers apart.
+            unequal = torch.maximum(unequal, (left.values != right.values).any(1).to(torch.float64))
         self.rows += len(left.lengths)
         self.elements += distance.numel()
+        self.absolute += total
+        self.squares += float(torch.linalg.vecdot(distance, distance).sum())
         if distance.numel():
             self.largest = max(self.largest, float(distance.max()))
-        self.absolute += float(distance.sum())
-        self.squares += float((distance * distance).sum())
-        changed = _by_row(unequal.sum(1, dtype=torch.float64), left.lengths) > 0
+        changed = _by_row((unequal > 0).to(torch.float64), left.lengths) > 0
         self._add_cosines(x, y, left.lengths, changed)
         where = torch.nonzero(changed)
         return int(where[0]) if len(where) else None
 
     def _add_cosines(self, x: Tensor, y: Tensor, lengths: Tensor, changed: Tensor) -> None:
-        dots, xx, yy = (_by_row((u * v).sum(1), lengths) for u, v in ((x, y), (x, x), (y, y)))
+        dots, xx, yy = (_by_row(torch.linalg.vecdot(u, v), lengths) for u, v in ((x, y), (x, x), (y, y)))
         self.reference += float(xx.sum())
         cosines = (dots / (xx * yy).sqrt()).nan_to_num(nan=0.0).clamp(-1.0, 1.0)
         cosines[~changed] = 1.0
