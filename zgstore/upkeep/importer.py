@@ -148,15 +148,14 @@ def import_safetensors(
 
 def _bring(store: Store, source: _Source, *, ref: str | None) -> ImportReport:
     started = time.monotonic()
-    columns: tuple[str, ...] = ()
     with writer(store, source.pins, cut=source.cut) as into:
         for batch in source.batches:
             into.add(batch)
-            columns = (*batch.columns, *batch.outputs, *batch.context)
-        snapshot = into.commit(ref=ref)
-    samples = store.snapshot(snapshot).samples
+        digest = into.commit(ref=ref)
+    snapshot = store.snapshot(digest)
+    columns = tuple(column.name for column in snapshot.columns)
     seconds = time.monotonic() - started
-    return ImportReport(snapshot, ref, samples, columns, source.files, source.bytes, seconds)
+    return ImportReport(digest, ref, snapshot.samples, columns, source.files, source.bytes, seconds)
 
 
 def _declared_pins(teacher_id: str, revision: str, data_id: str, kind: str, digest: Digest) -> Pins:
