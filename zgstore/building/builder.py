@@ -403,7 +403,9 @@ class _Build:
             )  # fmt: skip
 
         if self.built or not plan.recalled:
-            remember(self.store.memos, plan, plan.tags(), plan.platforms())
+            remember(
+                self.store.memos, plan.stems(), plan.tags(), plan.names(), platforms=plan.platforms(), found=plan.found
+            )
         publish(self.session, assembled, ref=ref, expect=self.expect, record=record)
         if self.follow is not None:
             self.follow.finish(assembled.digest)

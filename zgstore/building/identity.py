@@ -106,7 +106,7 @@ def known_teacher(store: Store, recipe: Recipe, memo: TeacherMemo, *, device: st
     for entry in reversed(memo.before["entries"]):
         if memo.files is not None and entry["files"] != memo.files:
             continue
-        if entry["ambient"] != _ambient() or (device is not None and entry["device"] != device):
+        if entry["ambient"] != _ambient() or not _is_on(entry["device"], device):
             continue
         pin = SourcePin.from_value(entry["sources"])
         if changed_sources(pin, search=[recipe.directory], digests=stamped(store)):
@@ -192,6 +192,14 @@ def _ambient() -> dict[str, Any]:
     }
 
 
+def _is_on(ran: str, wanted: str | None) -> bool:
+    """Whether a teacher that ran on a device would run on the same one now."""
+    if wanted is None:
+        return True
+    then, now = torch.device(ran), torch.device(wanted)
+    return then.type == now.type and (then.index or 0) == (now.index or 0)
+
+
 def _platform(device: str) -> dict[str, str]:
     # A host without that device can still use what others computed on theirs.
     return platform(device if torch.device(device).type != "cuda" or torch.cuda.is_available() else "cpu")
@@ -266,6 +274,7 @@ def data_memo(store: Store, recipe: Recipe, inputs: Inputs) -> DataMemo:
                 "args": data.args,
                 "pins": inputs.pins,
                 "ragged": ragged_pin(recipe),
+                "constants": sorted(recipe.capture.constants),
             }
         ),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from zgstore.building.inputs import START, Inputs
-from zgstore.building.recall import Found, recall
+from zgstore.building.recall import Found, recall, shard_name
 from zgstore.building.recipe import Recipe
 from zgstore.building.rows import ID
 from zgstore.format import canonical
@@ -139,6 +139,14 @@ class BuildPlan:
     def key(self, column: int, shard: int) -> Digest:
         """The action key of a column of a shard."""
         return key_of(self.columns[column], self.shards[shard])
+
+    def stems(self) -> list[bytes]:
+        """Each column's stem."""
+        return [wanted.stem for wanted in self.columns]
+
+    def names(self) -> list[bytes]:
+        """What each shard is found by."""
+        return [shard_name(shard.inputs, shard.joined_ids) for shard in self.shards]
 
     def tags(self) -> list[str]:
         """Each column's platform tag."""
@@ -302,7 +310,7 @@ def make_plan(
     """
     plan = BuildPlan(pins, columns, shards, (), platform)
     tags = plan.tags()
-    found = recall(store.memos, columns, tags, shards)
+    found = recall(store.memos, plan.stems(), tags, plan.names())
     recalled = all(None not in mine for mine in found)
     for wanted, own, mine in zip(columns, tags, found, strict=True):
         missing = [at for at, each in enumerate(mine) if each is None]

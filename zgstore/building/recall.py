@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 from zgstore.errors import Corrupt, Invalid
 from zgstore.format import canonical
@@ -17,11 +17,9 @@ from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
 from zgstore.format.manifest import Action, Blob, all_u64, pack_u64
 from zgstore.storage.memos import Memos
 
-if TYPE_CHECKING:
-    from zgstore.building.planner import BuildPlan, ShardInputs, Wanted
-
 _STATISTICS: Final = ("rms", "min", "max", "error")
 _NUMBERS: Final = struct.Struct("<4d")
+NAME_BYTES: Final = 2 * DIGEST_BYTES
 _MAX_CELLS: Final = 1 << 19  # beyond it the file would leave the bound of a canonical value
 
 
@@ -54,71 +52,72 @@ class Found(NamedTuple):
         )
 
 
-def _key(columns: Sequence[Wanted], tags: Sequence[str]) -> Digest:
-    value = {"kind": "actions", "columns": b"".join(wanted.stem for wanted in columns), "tags": list(tags)}
+def shard_name(inputs: Digest, joined_ids: bytes) -> bytes:
+    """What a shard is found by: the digests of its inputs and of its ids."""
+    return inputs.raw + digest_of("batch", joined_ids).raw
+
+
+def _key(stems: Sequence[bytes], tags: Sequence[str]) -> Digest:
+    value = {"kind": "actions", "columns": b"".join(stems), "tags": list(tags)}
     return digest_of("measurement", canonical.encode(value))
 
 
-def _name(shard: ShardInputs) -> bytes:
-    return shard.inputs.raw + digest_of("batch", shard.joined_ids).raw
-
-
 def recall(
-    memos: Memos, columns: Sequence[Wanted], tags: Sequence[str], shards: Sequence[ShardInputs]
+    memos: Memos, stems: Sequence[bytes], tags: Sequence[str], shards: Sequence[bytes]
 ) -> list[list[Found | None]]:
-    """The actions that are known together, by column and shard; None where one is not.
+    """What is known together, by column and shard; None where something is not.
 
     Args:
         memos: Where the file is.
-        columns: Whose actions.
+        stems: Each column's.
         tags: Each column's platform tag.
-        shards: Of the plan.
+        shards: Each shard's `shard_name`.
     """
-    value = memos.measurement(_key(columns, tags))
-    nothing: list[list[Found | None]] = [[None] * len(shards) for _ in columns]
+    value = memos.measurement(_key(stems, tags))
+    result: list[list[Found | None]] = [[None] * len(shards) for _ in stems]
     if value is None:
-        return nothing
+        return result
     try:
         names, cells = value["shards"], [_Cells(each) for each in value["columns"]]
     except (KeyError, TypeError, struct.error, Corrupt, Invalid):
-        return nothing
-    width = 2 * DIGEST_BYTES
-    place = {names[at : at + width]: at // width for at in range(0, len(names), width)}
-    found = [(shard.index, place.get(_name(shard))) for shard in shards]
-    for column, mine in enumerate(cells):
-        for shard, at in found:
-            if at is not None:
-                nothing[column][shard] = mine.found(at)
-    return nothing
+        return result
+    place = {names[at : at + NAME_BYTES]: at // NAME_BYTES for at in range(0, len(names), NAME_BYTES)}
+    for shard, name in enumerate(shards):
+        at = place.get(name)
+        if at is not None:
+            for column, mine in enumerate(cells):
+                result[column][shard] = mine.found(at)
+    return result
 
 
-def remember(memos: Memos, plan: BuildPlan, tags: Sequence[str], platforms: Sequence[Mapping[str, str]]) -> None:
-    """Keep a complete plan's actions together: those of its own platforms.
+def remember(
+    memos: Memos, stems: Sequence[bytes], tags: Sequence[str], shards: Sequence[bytes], *,
+    platforms: Sequence[Mapping[str, str]], found: Sequence[Sequence[Found | None]],
+) -> None:  # fmt: skip
+    """Keep what was found, or made, of a whole plan together: the shards that are all of their columns' own platforms.
 
     Args:
         memos: Where the file goes.
-        plan: With an action for each column and shard.
+        stems: Each column's.
         tags: Each column's platform tag.
+        shards: Each shard's `shard_name`.
         platforms: Each column's platform.
+        found: By column and shard.
     """
-    shards = [
-        shard
-        for shard in plan.shards
-        if all(
-            (action := mine[shard.index]) is not None and dict(action.platform) == dict(platform)
-            for mine, platform in zip(plan.found, platforms, strict=True)
-        )
-    ]
-    if not shards or len(shards) * len(plan.columns) > _MAX_CELLS:
+    whole: list[tuple[bytes, list[Found]]] = []
+    for shard, name in enumerate(shards):
+        row = [each for mine in found if (each := mine[shard]) is not None]
+        own = (dict(each.platform) == dict(platform) for each, platform in zip(row, platforms, strict=False))
+        if len(row) == len(found) and all(own):
+            whole.append((name, row))
+    if not whole or len(whole) * len(stems) > _MAX_CELLS:
         return
     value = {
         "kind": "actions",
-        "shards": b"".join(_name(shard) for shard in shards),
-        "columns": [
-            _packed([action for shard in shards if (action := mine[shard.index]) is not None]) for mine in plan.found
-        ],
+        "shards": b"".join(name for name, _ in whole),
+        "columns": [_packed([row[column] for _, row in whole]) for column in range(len(stems))],
     }
-    key = _key(plan.columns, tags)
+    key = _key(stems, tags)
     if memos.measurement(key) != value:
         memos.put_measurement(key, value)
 
