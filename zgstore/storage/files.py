@@ -26,7 +26,7 @@ _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLO
 
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
-_SENSELESS: Final = {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+_SENSELESS: Final = {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST}
 READ_ONLY: Final = frozenset(_DENIED)
 
 _RENAME_NOREPLACE: Final = 1

@@ -173,7 +173,8 @@ class Index:
         if not rows or (self._elsewhere is None and on_network(self._store)):
             return
         with _one_at_a_time, contextlib.suppress(OSError, ZgError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path.parent, self._dir_mode)
             make_directory(self.path, self._dir_mode)
             with self._alone(exclusive=True):
                 for _attempt in range(2):
