@@ -260,6 +260,36 @@ def test_a_codec_and_a_dtype_apply_to_the_columns_they_are_given_for(tmp_path, s
     assert store.record_of(report.snapshot).fields["statistics"]["norm:in"]["error"] > 0
 
 
+def test_a_column_can_have_a_dtype_of_its_own(tmp_path, store):
+    storage = 'dtype = "bfloat16"\nbatches_per_shard = 2\n[storage.columns."norm:in"]\ndtype = "float16"\n'
+    path, _ = make_project(tmp_path / "p", storage=storage)
+    report = build(store, path)
+    described = {each.name: each.dtype for each in store.snapshot(report.snapshot).columns}
+    assert (described["layers.0:in"], described["norm:in"]) == ("BF16", "F16")
+    wide = write_recipe(tmp_path / "p", path.read_text().split('"')[1].split(":")[0])
+    exact = dense(store, build(store, wide, ref="wide").snapshot, "norm:in")
+    assert torch.equal(dense(store, report.snapshot, "norm:in"), exact.to(torch.float16))
+
+
+def test_another_batch_size_or_cut_is_named_and_changes_no_pin(tmp_path, store):
+    path, module = make_project(tmp_path / "p")
+    first = build(store, path)
+    wider = build(store, write_recipe(tmp_path / "p", module, data_args="batch_size = 4"), explain=True)
+    assert {why.reason for why in wider.explain if not why.hit} >= {"changed: batches (their size, order or padding)"}
+    cut = build(store, write_recipe(tmp_path / "p", module, storage="batches_per_shard = 3"), ref="cut", explain=True)
+    assert first.pins == wider.pins == cut.pins
+
+
+def test_outputs_and_inputs_are_what_the_recipe_names(tmp_path, store):
+    capture = 'outputs = ["head:out"]\ninputs = ["input_ids"]'
+    path, _ = make_project(tmp_path / "p", capture=capture)
+    report = build(store, path)
+    snapshot = store.snapshot(report.snapshot)
+    assert snapshot.column("head:out")[1].role == "output"
+    assert dense(store, report.snapshot, "head:out").shape == (12, 6, 32)
+    assert snapshot.pins.capture["inputs"] == ["input_ids"]
+
+
 def test_nan_is_an_error_that_names_column_row_and_values_and_binds_nobody(tmp_path, store):
     path, _module = make_project(tmp_path / "p", teacher_args="poison = 15")
     with pytest.raises(NonFinite) as caught:

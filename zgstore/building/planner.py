@@ -409,12 +409,15 @@ def _shard_change(plan: BuildPlan, shard: ShardInputs, before: Snapshot | None, 
     if shard.index >= len(inputs):
         return "new rows"
     if inputs[shard.index] == shard.inputs:
-        return "its blob or its action is gone"
+        return "its blob or its action is gone, or was made on another platform"
     changes = pin_changes(before.pins, plan.pins)
     named = [name for name in changes if name.startswith("data.") and name != "data.digest"]
     if named:
         return f"changed: {', '.join(named)}"
-    return "changed: cut" if len(changes) == 0 else "changed: the rows or their padding"
+    if "data.digest" in changes:
+        return "new rows" if shard.index == len(inputs) - 1 else "changed: rows (data.digest)"
+    what = "cut" if before.cut != plan.shards[0].batches else "batches (their size, order or padding)"
+    return f"changed: {what}"
 
 
 def recipe_digest(

@@ -12,6 +12,7 @@ import importlib
 import importlib.machinery
 import re
 import sys
+import threading
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -81,7 +82,7 @@ class Target:
     def call(self, args: Mapping[str, Any]) -> Any:
         """Call the function with ``args`` as keywords, the recipe's directory being the current one."""
         function = self.resolve()
-        with contextlib.chdir(self.directory):
+        with _inside(self.directory):
             return function(**args)
 
 
@@ -236,10 +237,10 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         # A generator opens its files when it is first asked, so each step runs where the recipe is.
-        with contextlib.chdir(self.factory.directory):
+        with _inside(self.factory.directory):
             steps = iter(self.source)
         while True:
-            with contextlib.chdir(self.factory.directory):
+            with _inside(self.factory.directory):
                 try:
                     batch = next(steps)
                 except StopIteration:
@@ -488,6 +489,16 @@ def _override(value: dict[str, Any], key: str, replacement: Any) -> None:
 
 # ---- the import path ----
 
+_current = threading.RLock()
+
+
+@contextlib.contextmanager
+def _inside(directory: Path) -> Iterator[None]:
+    """The directory as the current one, which is the whole process's: one thread at a time."""
+    with _current, contextlib.chdir(directory):
+        yield
+
+
 # Which directories of recipes have been put on the import path of this process.
 _directories: list[Path] = []
 
@@ -499,7 +510,7 @@ def _enter(directory: Path) -> None:
         with contextlib.suppress(ValueError):
             sys.path.remove(text)
         sys.path.insert(0, text)
-        importlib.invalidate_caches()
+    importlib.invalidate_caches()
     if directory not in _directories:
         _directories.append(directory)
     if len(_directories) == 1:
