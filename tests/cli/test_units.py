@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zgstore.cli import units
-from zgstore.cli.console import Facts, Rows, _lay_out
+from zgstore.cli.console import Facts, Rows, _lay_out, progress_text
 from zgstore.errors import Invalid
 
 
@@ -71,3 +71,10 @@ def test_a_long_fact_is_wrapped_and_a_digest_never_broken():
     lines = [text for text, _ in _lay_out(Facts([("why", "word " * 40), ("digest", "f" * 90)]), 80)]
     assert max(map(len, lines[:-1])) <= 80
     assert "f" * 90 in lines[-1]
+
+
+def test_progress_says_as_much_as_is_known():
+    assert progress_text(0, None, 1.0) == ""
+    assert progress_text(1 << 20, None, 0.1) == "1.00 MiB"
+    assert progress_text(1 << 20, None, 2.0) == "1.00 MiB, 512 KiB/s"
+    assert progress_text(1 << 20, 3 << 20, 2.0) == "1.00 MiB of 3.00 MiB, 512 KiB/s, 4.00 s left"

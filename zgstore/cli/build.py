@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -18,6 +18,9 @@ from zgstore.errors import Invalid
 
 if TYPE_CHECKING:
     from zgstore.building.preparation import Progress as Told
+
+# Where no shard can be in flight yet, a signal need not wait for one.
+EARLY: Final = ("starting", "inputs")
 
 
 def build(
@@ -61,9 +64,15 @@ def build(
     share = None if worker is None else _share(worker, os.environ)
     session = session_of(ctx)
     store = session.store()
-    from zgstore.building import builder  # noqa: PLC0415 - loads torch, which the help need not
+    stage = [EARLY[0]]
 
-    with session.progress("reading inputs") as progress, session.finishes_shards() as stopping:
+    def show(told: Told) -> None:
+        stage[0] = told.stage
+        _show(progress, told)
+
+    with session.progress("starting") as progress, session.finishes_shards(lambda: stage[0] not in EARLY) as stopping:
+        from zgstore.building import builder  # noqa: PLC0415 - loads torch, which the help need not
+
         report = builder.build(
             store,
             recipe,
@@ -76,7 +85,7 @@ def build(
             locked=locked,
             dry_run=dry_run,
             explain=explain,
-            progress=lambda told: _show(progress, told),
+            progress=show,
             stop=stopping,
             circumstance=_circumstance(os.environ),
         )

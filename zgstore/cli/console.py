@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
-from zgstore.cli.units import middle, printable, size_text
+from zgstore.cli.units import duration_text, middle, printable, size_text
 from zgstore.errors import ZgError
 from zgstore.format.digest import DIGEST_BYTES, Digest
 
@@ -90,18 +89,8 @@ class Screen:
         if self._kept is not None:
             return
         sys.stdout.flush()
-        try:
-            self._kept = os.dup(1)
-        except OSError as error:
-            if error.errno != errno.EBADF:
-                raise
-            self._kept = os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(2, 1)
-        except OSError:  # no standard error either
-            devnull = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(devnull, 1)
-            os.close(devnull)
+        self._kept = os.dup(1)
+        os.dup2(2, 1)
 
     def restore(self) -> None:
         """Lead descriptor 1 back."""
@@ -262,12 +251,13 @@ class Progress:
     _bar: Any = field(default=None, init=False)
     _task: Any = field(default=None, init=False)
     _next: float = field(default=0.0, init=False)
+    _began: float = field(default=0.0, init=False)
 
     def __enter__(self) -> Self:
         if self.shown:
             self._bar = _bar()
             self._bar.start()
-            self._task = self._bar.add_task(self.title, total=self.total)
+            self._task = self._bar.add_task(self.title, total=None, told="")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -280,30 +270,38 @@ class Progress:
 
     def set(self, done: int, total: int | None = None) -> None:
         """Say how many bytes are done, and of how many."""
+        now = time.monotonic()
+        if done and not self.done:
+            self._began = now  # the rate is that of the work, not of what came before it
         self.done, self.total = done, total or self.total
-        if self._bar is None or (time.monotonic() < self._next and done != self.total):
-            return
-        self._next = time.monotonic() + 0.1
-        self._bar.update(self._task, description=self.title, completed=done, total=self.total)
+        if self._bar is not None and (now >= self._next or done == self.total):
+            self._next = now + 0.1
+            told = progress_text(done, self.total, now - self._began)
+            self._bar.update(self._task, description=self.title, completed=done, total=self.total, told=told)
+
+
+def progress_text(done: int, total: int | None, seconds: float) -> str:
+    """``1.2 of 2.6 GiB, 310 MiB/s, 4.50 s left``, as far as it is known."""
+    if not done:
+        return ""
+    parts = [size_text(done) if total is None else f"{size_text(done)} of {size_text(total)}"]
+    if seconds > 0.5:
+        parts.append(f"{size_text(done / seconds)}/s")
+        if total is not None and total > done:
+            parts.append(f"{duration_text((total - done) * seconds / done)} left")
+    return ", ".join(parts)
 
 
 def _bar() -> Any:
     from rich.console import Console  # noqa: PLC0415 - only a terminal pays for it
-    from rich.progress import (  # noqa: PLC0415
-        BarColumn,
-        DownloadColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn  # noqa: PLC0415
     from rich.progress import Progress as Bar  # noqa: PLC0415
 
     return Bar(
+        SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=16),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(compact=True),
+        BarColumn(bar_width=12),
+        TextColumn("{task.fields[told]}", markup=False),
         console=Console(stderr=True),
         transient=True,
     )

@@ -11,6 +11,7 @@ from zgstore.cli.arguments import Columns, Rev
 from zgstore.cli.console import Answer, Block, Facts, Line, summary
 from zgstore.cli.session import session_of
 from zgstore.cli.units import listing, parse_list
+from zgstore.upkeep import inspector
 
 
 def export(
@@ -29,10 +30,10 @@ def export(
     session = session_of(ctx)
     store = session.store()
     digest = session.resolve(store, rev)
-    with session.progress("exporting") as progress:
-        report = exporter.export(
-            store, digest, directory, columns=parse_list(columns), decode=decode, progress=progress.add
-        )
+    chosen = parse_list(columns)
+    size = sum(each.bytes for each in inspector.show(store, digest).columns if not chosen or each.column.name in chosen)
+    with session.progress("exporting", total=size) as progress:
+        report = exporter.export(store, digest, directory, columns=chosen, decode=decode, progress=progress.add)
     return Answer(report.as_json(), _view)
 
 

@@ -204,23 +204,23 @@ def everywhere(
         str | None,
         typer.Option(help="The store; else $ZGSTORE_DIR, else the nearest .zgstore upward.", metavar="PATH"),
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print one JSON object, also when it fails.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Print nothing but errors.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", metavar="", help="Print tracebacks.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object, also when it fails.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks.")] = False,
     wait: Annotated[
         str | None, typer.Option(help="Wait that long for a busy store: 30s, 10m, 2h.", metavar="DUR")
     ] = None,
     version: Annotated[  # noqa: ARG001 - its callback has printed it
-        bool, typer.Option("--version", metavar="", help="Print the version.", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Read the options of every command into the session."""
     from zgstore.cli.session import Options, Session  # noqa: PLC0415 - a command's help needs no store
 
+    if store == "":
+        raise Invalid("--store names nothing", hint="name a store, or leave --store out")
     options = Options(
-        store=Path(store) if store else None,
+        store=None if store is None else Path(store),
         json=json,
         quiet=quiet,
         debug=debug,
@@ -231,6 +231,7 @@ def everywhere(
 
 def run() -> NoReturn:
     """The ``zgstore`` command."""
+    open_standard_files()
     code = main(sys.argv[1:], Screen())
     try:
         sys.stdout.flush()
@@ -238,6 +239,17 @@ def run() -> NoReturn:
     except BrokenPipeError:
         _die_of_the_pipe()
     sys.exit(code)
+
+
+def open_standard_files() -> None:
+    """See that descriptors 0 to 2 are open: the next file that is opened would become a closed one's stand-in."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def main(arguments: Sequence[str], screen: Screen) -> int:
@@ -423,7 +435,7 @@ def _load(entry: Entry) -> Any:
     command_app.command(
         entry.name,
         help=entry.sentence,
-        epilog="\n\n".join(("[bold]Examples[/bold]", *(line.replace("[", r"\[") for line in entry.examples)))
+        epilog="\n".join(("[bold]Examples[/bold]", *(line.replace("[", r"\[") for line in entry.examples)))
         if entry.examples
         else None,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
@@ -487,5 +499,7 @@ def _read_plainly(command: Any) -> None:
     for param in command.get_params(context):  # the help option too
         descriptor = getattr(param, "type_descriptor", None)
         annotation = getattr(descriptor, "annotation", None)
+        if annotation is bool and not param.metavar:
+            param.metavar = ""  # a flag takes nothing, and its help need not say <bool>
         if hasattr(param, "_runtime_param") and annotation in (str, int, bool, list[str]):
             param._runtime_param = _Plain(annotation is int)  # noqa: SLF001 - measured: 90 of 200 ms

@@ -117,10 +117,12 @@ class Session:
             self._on_signal = None
 
     @contextmanager
-    def finishes_shards(self) -> Iterator[Callable[[], bool]]:
-        """The first signal only sets a flag; yields the function that reads it."""
+    def finishes_shards(self, under_way: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
+        """Once shards are under way the first signal only sets a flag; yields the function that reads it."""
 
         def act(_: int) -> None:
+            if not under_way():
+                raise KeyboardInterrupt
             self.note("stopping after the shard in flight; once more stops at once")
 
         with self.stops_by(act):

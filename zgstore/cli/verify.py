@@ -13,9 +13,10 @@ from zgstore.cli.arguments import Revs, complete_recipe
 from zgstore.cli.console import Answer, Block, Facts, Line, summary
 from zgstore.cli.session import Session, session_of
 from zgstore.cli.units import duration_text, listing, plural, short
-from zgstore.errors import Invalid, NotFound, Refused, ZgError
+from zgstore.errors import Corrupt, Invalid, Missing, NotFound, Refused, ZgError
+from zgstore.format.digest import Digest
 from zgstore.storage.store import Store
-from zgstore.upkeep import verifier
+from zgstore.upkeep import reachability, verifier
 from zgstore.upkeep.survey import Problem
 
 if TYPE_CHECKING:
@@ -78,7 +79,18 @@ def look(
     store = session.store()
     digests = None if revs is None else [session.resolve(store, rev) for rev in revs]
     with session.progress("verifying") as progress:
+        if progress.shown and not (quick or part or new):
+            progress.total = _size(store, digests)
         return verifier.verify(store, digests, quick=quick, part=part, new=new, progress=progress.add).report
+
+
+def _size(store: Store, digests: Sequence[Digest] | None) -> int | None:
+    """Bytes of the blobs that will be read; None if the pages cannot be."""
+    names = [ref.snapshot for ref in store.refs.list()] if digests is None else digests
+    try:
+        return int(reachability.reach(store, names).blobs()[1].sum())
+    except (Missing, Corrupt):
+        return None
 
 
 def failure(problems: Sequence[Problem]) -> ZgError | None:
