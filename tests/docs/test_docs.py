@@ -130,8 +130,8 @@ def test_every_option_in_the_docs_is_in_the_reference():
 def sections():
     """Command → its section of the reference."""
     parts = re.split(r"^### `zgstore ([^`]*)`$", text_of("docs/reference/cli.md"), flags=re.MULTILINE)
-    words = (re.match(r"[a-z]+( [a-z]+)?", title) for title in parts[1::2])
-    return {match[0]: body for match, body in zip(words, parts[2::2], strict=True) if match}
+    titled = zip(parts[1::2], parts[2::2], strict=True)
+    return {re.match(r"[a-z]+( [a-z]+)?", title)[0]: title + body for title, body in titled}
 
 
 def test_the_reference_has_every_command_and_no_other():
