@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 import os
 import re
 import shutil
@@ -102,6 +103,13 @@ def run_in_shell(line, here, environment):
     )  # fmt: skip
 
 
+def test_every_python_snippet_compiles():
+    for page in PAGES:
+        for _, body in blocks_of(page, "python"):
+            if ">>>" not in body:
+                compile(body, str(page), "exec")
+
+
 def test_the_recipe_of_the_readme_is_the_one_of_the_example():
     (recipe,) = [body for language, body in blocks_of("README.md", "toml") if "[teacher]" in body]
     assert tomllib.loads(recipe) == tomllib.loads((ROOT / "examples/minimal/cache.toml").read_text(encoding="utf-8"))
@@ -162,6 +170,17 @@ def test_the_reference_has_every_kind_of_error_with_its_class_and_exit_code():
 def test_the_reference_has_every_public_name():
     text = text_of("docs/reference/api.md")
     assert not [name for name in zgstore.__all__ if not re.search(rf"\b{name}\b", text)]
+
+
+def test_the_reference_names_every_argument_of_every_function():
+    text = text_of("docs/reference/api.md")
+    for name in zgstore.__all__:
+        if inspect.isfunction(function := getattr(zgstore, name)):
+            (row,) = [line for line in text.splitlines() if re.match(rf"\|.*`{name}\(", line)]
+            if "(…)" not in row.partition(f"`{name}(")[2][:3]:
+                said = set(re.findall(r"\w+", row))
+                missing = {each for each in inspect.signature(function).parameters if each not in said}
+                assert missing <= {"progress", "what", "near", "before"}, name
 
 
 def test_the_reference_has_every_field_of_the_format():
