@@ -11,10 +11,13 @@ if TYPE_CHECKING:
     from zgstore.building.estimator import estimate as estimate
     from zgstore.building.estimator import points as points
     from zgstore.building.lockfile import lock as lock
+    from zgstore.building.lockfile import locked as locked
     from zgstore.building.recipe import Recipe as Recipe
     from zgstore.building.recipe import load_recipe as load_recipe
     from zgstore.building.rows import SampleBatch as SampleBatch
     from zgstore.building.rows import row_digests as row_digests
+    from zgstore.building.sections import Section as Section
+    from zgstore.building.sections import Target as Target
     from zgstore.building.writer import writer as writer
     from zgstore.errors import Busy as Busy
     from zgstore.errors import Conflict as Conflict
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from zgstore.errors import Transient as Transient
     from zgstore.errors import ZgError as ZgError
     from zgstore.format.digest import Digest as Digest
+    from zgstore.format.digest import digest_of as digest_of
     from zgstore.format.manifest import Column as Column
     from zgstore.format.manifest import Pins as Pins
     from zgstore.format.manifest import Snapshot as Snapshot
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from zgstore.reading.opening import follow as follow
     from zgstore.reading.opening import read as read
     from zgstore.reading.reader import Reader as Reader
+    from zgstore.reading.recapture import Recapture as Recapture
     from zgstore.reading.sampler import Sampler as Sampler
     from zgstore.storage.store import Store as Store
     from zgstore.upkeep.accounts import why as why
@@ -59,19 +64,21 @@ if TYPE_CHECKING:
 _HOMES = {
     "building.builder": ("build",),
     "building.estimator": ("estimate", "points"),
-    "building.lockfile": ("lock",),
+    "building.lockfile": ("lock", "locked"),
     "building.recipe": ("Recipe", "load_recipe"),
     "building.rows": ("SampleBatch", "row_digests"),
+    "building.sections": ("Section", "Target"),
     "building.writer": ("writer",),
     "errors": (
         "Busy", "Conflict", "Corrupt", "Interrupted", "Invalid", "Missing", "NoSpace", "NonFinite", "NotFound",
         "Partial", "Refused", "Transient", "ZgError",
     ),
-    "format.digest": ("Digest",),
+    "format.digest": ("Digest", "digest_of"),
     "format.manifest": ("Column", "Pins", "Snapshot"),
     "format.tensorfile": ("decode", "encode"),
     "reading.opening": ("follow", "read"),
     "reading.reader": ("Reader",),
+    "reading.recapture": ("Recapture",),
     "reading.sampler": ("Sampler",),
     "storage.store": ("Store",),
     "upkeep.collector": ("collect",),

@@ -3,7 +3,7 @@ import sys
 import pytest
 import torch
 
-from zgstore.building import recipe as recipes
+from zgstore.building import sections
 from zgstore.storage.store import Store
 
 PROJECT_MODULES = ("tiny_project_", "twin", "entry_", "shared_features", "beside", "same", "nearly", "single")
@@ -13,7 +13,7 @@ PROJECT_MODULES = ("tiny_project_", "twin", "entry_", "shared_features", "beside
 def _own_import_path(monkeypatch):
     """Each test imports its own projects' modules."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(recipes, "_directories", [])
+    monkeypatch.setattr(sections, "_directories", [])
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:

@@ -140,9 +140,9 @@ def made(tmp_path):
 @pytest.fixture(autouse=True)
 def fresh_modules(monkeypatch):
     """Two recipes with different modules of one name in one process are refused; each test is a process of its own."""
-    from zgstore.building import recipe  # noqa: PLC0415
+    from zgstore.building import sections  # noqa: PLC0415
 
-    monkeypatch.setattr(recipe, "_directories", [])
+    monkeypatch.setattr(sections, "_directories", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     sys.modules.pop("toy", None)

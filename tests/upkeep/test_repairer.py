@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zgstore.building import recipe as recipes
+from zgstore.building import sections
 from zgstore.building.builder import build
 from zgstore.errors import Invalid
 from zgstore.storage.store import Store
@@ -20,7 +20,7 @@ from projects import make_project, write_recipe, write_rows
 @pytest.fixture(autouse=True)
 def _own_import_path(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(recipes, "_directories", [])
+    monkeypatch.setattr(sections, "_directories", [])
     torch.set_num_threads(1)
 
 

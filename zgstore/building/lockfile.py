@@ -116,6 +116,15 @@ def section(path: Path | None, name: str, start: Path) -> Locked:
     return sections[name]
 
 
+def locked(name: str, start: Path) -> Locked:
+    """What the nearest lock file, in ``start`` or above it, says of ``name``.
+
+    Raises:
+        NotFound: if there is no lock file, or it has no such section.
+    """
+    return section(find(start), name, start)
+
+
 def lock(store: Store, name: str, rev: str | None = None, *, file: Path | None = None) -> tuple[Path, Locked]:
     """Write a snapshot into the lock file, and hold it in the store.
 

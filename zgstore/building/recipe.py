@@ -6,19 +6,13 @@ an error that names the nearest known one, because a key that is silently ignore
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-import importlib
-import importlib.machinery
 import re
-import sys
-import threading
-import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
+from zgstore.building.sections import Section, Target, inside, nearest, override, read_toml
 from zgstore.errors import Invalid
 from zgstore.format import canonical
 from zgstore.format.manifest import CODECS, DTYPES
@@ -36,54 +30,6 @@ DEFAULT_BATCHES_PER_SHARD: Final = 16
 RESERVED_COLUMNS: Final = ("id", "start")
 
 _POINT = re.compile(r"(?P<module>[^:\s]+):(?P<side>in|out)")
-_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A function named ``module:name``, looked for in the recipe's directory first.
-
-    Args:
-        text: ``module:name``.
-        directory: The recipe's directory: first on the import path, and the current one while the function runs.
-    """
-
-    text: str
-    directory: Path
-
-    def resolve(self) -> Callable[..., Any]:
-        """Import the module and return the function.
-
-        Raises:
-            Invalid: if there is no such module or name (with the nearest), or if another recipe's module of the same
-                name is already imported in this process.
-        """
-        module_name, _, attribute = self.text.partition(":")
-        _enter(self.directory)
-        try:
-            found: Any = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
-                raise
-            raise Invalid(
-                f"there is no module {error.name!r} for {self.text!r}",
-                hint=f"put it beside the recipe in {self.directory}, or install it",
-            ) from error
-        _check_origin(module_name.partition(".")[0], self.directory)
-        for part in attribute.split("."):
-            if not hasattr(found, part):
-                near = _nearest(part, [name for name in dir(found) if not name.startswith("_")])
-                raise Invalid(f"{module_name} has no {part!r} for {self.text!r}", hint=near or "define it there")
-            found = getattr(found, part)
-        if not callable(found):
-            raise Invalid(f"{self.text!r} is a {type(found).__name__}, not a function", hint="name a function")
-        return found  # type: ignore[no-any-return]
-
-    def call(self, args: Mapping[str, Any]) -> Any:
-        """Call the function with ``args`` as keywords, the recipe's directory being the current one."""
-        function = self.resolve()
-        with _inside(self.directory):
-            return function(**args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +139,7 @@ class Recipe:
             Invalid: for anything a recipe may not say; the message names the key.
         """
         path = Path(path).absolute()
-        top = _Section(value, "", path)
+        top = Section(value, "", path)
         everywhere = top.take("allow_mutable_revision", bool, default=False)
         teacher = _teacher(top.section("teacher"), everywhere=everywhere)
         data = _data(top.section("data"), everywhere=everywhere)
@@ -237,10 +183,10 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         # A generator opens its files when it is first asked, so each step runs where the recipe is.
-        with _inside(self.factory.directory):
+        with inside(self.factory.directory):
             steps = iter(self.source)
         while True:
-            with _inside(self.factory.directory):
+            with inside(self.factory.directory):
                 try:
                     batch = next(steps)
                 except StopIteration:
@@ -260,14 +206,9 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         Invalid: if the file is not there, is not TOML, or says something a recipe may not.
     """
     path = Path(path).absolute()
-    try:
-        value = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-        raise Invalid(f"there is no recipe {path}", hint="`zgstore init --example chat` writes one") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise Invalid(f"{path} is not TOML: {error}", hint="correct the line it names") from error
+    value = read_toml(path, kind="recipe", hint="`zgstore init --example chat` writes one")
     for key, replacement in (overrides or {}).items():
-        _override(value, key, replacement)
+        override(value, key, replacement)
     return Recipe.parse(value, path=path)
 
 
@@ -282,7 +223,7 @@ def split_point(text: str) -> tuple[str, str]:
 # ---- sections ----
 
 
-def _teacher(section: _Section, *, everywhere: bool) -> TeacherSpec:
+def _teacher(section: Section, *, everywhere: bool) -> TeacherSpec:
     mutable = section.take("allow_mutable_revision", bool, default=False) or everywhere
     factory, args = section.target("factory"), section.arguments()
     spec = TeacherSpec(
@@ -297,7 +238,7 @@ def _teacher(section: _Section, *, everywhere: bool) -> TeacherSpec:
     return spec
 
 
-def _data(section: _Section, *, everywhere: bool) -> DataSpec:
+def _data(section: Section, *, everywhere: bool) -> DataSpec:
     mutable = section.take("allow_mutable_revision", bool, default=False) or everywhere
     files = section.texts("files")
     if files and section.has("revision"):
@@ -310,7 +251,7 @@ def _data(section: _Section, *, everywhere: bool) -> DataSpec:
     return spec
 
 
-def _revision(section: _Section, revision: str, *, mutable: bool) -> str:
+def _revision(section: Section, revision: str, *, mutable: bool) -> str:
     if revision.lower() in MUTABLE_REVISIONS and not mutable:
         section.fail(
             "revision",
@@ -320,7 +261,7 @@ def _revision(section: _Section, revision: str, *, mutable: bool) -> str:
     return revision
 
 
-def _capture(section: _Section) -> CaptureSpec:
+def _capture(section: Section) -> CaptureSpec:
     spec = CaptureSpec(
         boundaries=section.texts("boundaries"),
         outputs=section.texts("outputs"),
@@ -342,7 +283,7 @@ def _capture(section: _Section) -> CaptureSpec:
     return spec
 
 
-def _check_kind(section: _Section, spec: CaptureSpec) -> None:
+def _check_kind(section: Section, spec: CaptureSpec) -> None:
     """Hook points or an extractor, and what belongs to each."""
     if spec.extractor is not None and (spec.boundaries or spec.outputs):
         section.fail("extractor", "stands beside hook points", "use either boundaries and outputs, or an extractor")
@@ -360,7 +301,7 @@ def _check_kind(section: _Section, spec: CaptureSpec) -> None:
                 section.fail(key, f"has {point!r}", "an output is MODULE:out")
 
 
-def _check_names(section: _Section, spec: CaptureSpec) -> None:
+def _check_names(section: Section, spec: CaptureSpec) -> None:
     names = [*spec.boundaries, *spec.outputs, *spec.context, *spec.constants]
     for name in names:
         if names.count(name) > 1:
@@ -369,8 +310,8 @@ def _check_names(section: _Section, spec: CaptureSpec) -> None:
             section.fail("context", f"has {name!r}", "that column is made by itself where it is needed")
 
 
-def _storage(section: _Section, capture: CaptureSpec) -> StorageSpec:
-    dtype = section.dtype("dtype")
+def _storage(section: Section, capture: CaptureSpec) -> StorageSpec:
+    dtype = _dtype(section)
     batches = section.take("batches_per_shard", int, default=DEFAULT_BATCHES_PER_SHARD)
     if batches < 1:
         section.fail("batches_per_shard", f"is {batches}", "at least 1")
@@ -380,167 +321,22 @@ def _storage(section: _Section, capture: CaptureSpec) -> StorageSpec:
     for name in list(table.value):
         one = table.section(name)
         if capture.extractor is None and name not in known:
-            table.fail(name, "is no boundary or output of this recipe", _nearest(name, known) or "remove it")
+            table.fail(name, "is no boundary or output of this recipe", nearest(name, known) or "remove it")
         codec = one.text("codec") if one.has("codec") else "raw"
         if codec not in CODECS:
-            one.fail("codec", f"is {codec!r}", _nearest(codec, CODECS) or f"one of {', '.join(CODECS)}")
-        columns[name] = ColumnStorage(one.dtype("dtype"), codec)
+            one.fail("codec", f"is {codec!r}", nearest(codec, CODECS) or f"one of {', '.join(CODECS)}")
+        columns[name] = ColumnStorage(_dtype(one), codec)
         one.done()
     section.done()
     return StorageSpec(dtype, batches, columns)
 
 
-class _Section:
-    """One table of the recipe, taken key by key, so that what is left over is unknown."""
-
-    def __init__(self, value: Any, name: str, path: Path) -> None:
-        if not isinstance(value, Mapping):
-            raise Invalid(f"[{name}] in {path.name} is not a table", hint=f"write it as [{name}] with keys below")
-        self.value = dict(value)
-        self.name = name
-        self.path = path
-        self._known: list[str] = []
-
-    def fail(self, key: str, what: str, hint: str) -> NoReturn:
-        dotted = f"{self.name}.{key}" if self.name else key
-        raise Invalid(f"{dotted} {what} ({self.path.name})", hint=hint, key=dotted, recipe=str(self.path))
-
-    def has(self, key: str) -> bool:
-        self._known.append(key)
-        return key in self.value
-
-    def take(self, key: str, kind: type, *, default: Any) -> Any:
-        if not self.has(key):
-            return default
-        value = self.value[key]
-        if type(value) is not kind:
-            self.fail(key, f"is {value!r}, not {kind.__name__}", f"give a {kind.__name__}")
-        return value
-
-    def section(self, key: str, *, optional: bool = False) -> _Section:
-        if not self.has(key) and not optional:
-            self.fail(key, "is missing", f"add a section [{f'{self.name}.{key}' if self.name else key}]")
-        return _Section(self.value.get(key, {}), f"{self.name}.{key}" if self.name else key, self.path)
-
-    def text(self, key: str, *, pin: bool = False) -> str:
-        value = self.take(key, str, default="")
-        if not value:
-            why = "a cache whose origin is not pinned cannot be trusted: give it" if pin else "give it"
-            self.fail(key, "is missing", why)
-        return str(value)
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        value = self.take(key, list, default=[])
-        for item in value:
-            if not isinstance(item, str) or not item:
-                self.fail(key, f"has {item!r}", "list texts")
-        return tuple(value)
-
-    def target(self, key: str) -> Target:
-        text = self.text(key)
-        if not _TARGET.fullmatch(text):
-            self.fail(key, f"is {text!r}", 'name a function as "module:function"')
-        return Target(text, self.path.parent)
-
-    def arguments(self) -> Mapping[str, Any]:
-        args = self.take("args", dict, default={})
-        try:
-            canonical.encode(args)
-        except Invalid as error:
-            self.fail("args", f"cannot be kept: {error.message}", error.hint)
-        return dict(args)
-
-    def dtype(self, key: str) -> str | None:
-        if not self.has(key):
-            return None
-        text = self.text(key)
-        name = DTYPE_NAMES.get(text.lower(), text)
-        if name not in DTYPES or name not in FLOATING:
-            known = sorted(DTYPE_NAMES)
-            self.fail(key, f"is {text!r}", _nearest(text, known) or f"one of {', '.join(known)}")
-        return name
-
-    def done(self) -> None:
-        for key in self.value:
-            if key not in self._known:
-                self.fail(key, "is not a key of a recipe", _nearest(key, self._known) or "remove it")
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else ""
-
-
-def _override(value: dict[str, Any], key: str, replacement: Any) -> None:
-    try:
-        place: Any = tomllib.loads(f"{key} = 0")
-    except tomllib.TOMLDecodeError as error:
-        raise Invalid(f"{key!r} is not a key", hint="write it as TOML does: storage.batches_per_shard") from error
-    while True:
-        ((part, rest),) = place.items()
-        if not isinstance(rest, dict):
-            value[part] = replacement
-            return
-        inner = value.setdefault(part, {})
-        if not isinstance(inner, dict):
-            raise Invalid(f"{key!r} goes through {part!r}, which is no table", hint="name a key of the recipe")
-        value, place = inner, rest
-
-
-# ---- the import path ----
-
-_current = threading.RLock()
-
-
-@contextlib.contextmanager
-def _inside(directory: Path) -> Iterator[None]:
-    """The directory as the current one, which is the whole process's: one thread at a time."""
-    with _current, contextlib.chdir(directory):
-        yield
-
-
-# Which directories of recipes have been put on the import path of this process.
-_directories: list[Path] = []
-
-
-def _enter(directory: Path) -> None:
-    """Put the recipe's directory first on the import path; refuse what another recipe's modules would hide."""
-    text = str(directory)
-    if not sys.path or sys.path[0] != text:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(text)
-        sys.path.insert(0, text)
-    importlib.invalidate_caches()
-    if directory not in _directories:
-        _directories.append(directory)
-    if len(_directories) == 1:
-        return
-    for entry in directory.iterdir():
-        name = entry.stem if entry.suffix == ".py" else entry.name
-        loaded = sys.modules.get(name)
-        origin = _origin(loaded) if loaded is not None and name.isidentifier() else None
-        if origin is not None and any(origin.is_relative_to(other) for other in _directories if other != directory):
-            _check_origin(name, directory)
-
-
-def _check_origin(name: str, directory: Path) -> None:
-    """Refuse if ``name`` is imported from elsewhere although the recipe's directory has a different one."""
-    spec = importlib.machinery.PathFinder.find_spec(name, [str(directory)])
-    module = sys.modules.get(name)
-    if spec is None or spec.origin is None or module is None:
-        return
-    origin, here = _origin(module), Path(spec.origin)
-    if origin is None or origin == here or origin.resolve() == here.resolve():
-        return
-    if not spec.submodule_search_locations and origin.is_file() and origin.read_bytes() == here.read_bytes():
-        return
-    raise Invalid(
-        f"a module {name!r} is already imported from {origin}, and this recipe's own is {here}",
-        hint="build the two recipes in two processes, or give the modules different names",
-        module=name,
-    )
-
-
-def _origin(module: Any) -> Path | None:
-    file = getattr(module, "__file__", None)
-    return Path(file) if isinstance(file, str) else None
+def _dtype(section: Section) -> str | None:
+    if not section.has("dtype"):
+        return None
+    text = section.text("dtype")
+    name = DTYPE_NAMES.get(text.lower(), text)
+    if name not in DTYPES or name not in FLOATING:
+        known = sorted(DTYPE_NAMES)
+        section.fail("dtype", f"is {text!r}", nearest(text, known) or f"one of {', '.join(known)}")
+    return name

@@ -5,7 +5,7 @@ Shapes: N rows, T the longest length, S the sum of the lengths.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zgstore.errors import Corrupt, Invalid, Partial
 from zgstore.format.manifest import Column
+from zgstore.format.tensorfile import TORCH_OF
 
 Layout = Literal["padded", "packed", "list"]
 LAYOUTS: Final = ("padded", "packed", "list")
@@ -105,6 +106,31 @@ def pad(packed: Tensor, lengths: Lengths) -> Tensor:
         out[row, :length] = packed[at : at + length]
         at += length
     return out
+
+
+def content_of(rows: Sequence[Tensor], column: Column, layout: Layout) -> Content:
+    """Rows that were not read, as a column of a batch.
+
+    Args:
+        rows: One tensor a row, as a sample has it.
+        column: What they are of.
+        layout: As the batch's other columns lie.
+
+    Raises:
+        Invalid: if a row is not one of that column.
+    """
+    for row in rows:
+        known = tuple(row.shape[1:] if column.ragged else row.shape)
+        if known != tuple(size for size in column.shape if size is not None) or row.dtype != TORCH_OF[column.dtype]:
+            raise Invalid(
+                f"a row given for column {column.name!r} is {row.dtype} {list(row.shape)}",
+                hint=f"give {column.dtype} {list(column.shape)}, as `reader[i]` does",
+            )
+    if not column.ragged:
+        return Content(torch.stack(list(rows)))
+    lengths = np.array([len(row) for row in rows], np.int64)
+    packed = torch.cat(list(rows))
+    return Content(pad(packed, lengths) if layout == "padded" else packed, lengths)
 
 
 def assemble(

@@ -6,7 +6,7 @@ import operator
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Final, Literal, Self, overload
@@ -20,7 +20,17 @@ from zgstore.errors import Invalid, Partial, ZgError
 from zgstore.format.manifest import Column
 from zgstore.format.readplan import BlobPlan, ReadPlan
 from zgstore.reading.blobs import Blobs, Stamp
-from zgstore.reading.layouts import ID, MASK, Buffers, Layout, Lengths, assemble, check_layout_name, dense_length
+from zgstore.reading.layouts import (
+    ID,
+    MASK,
+    Buffers,
+    Layout,
+    Lengths,
+    assemble,
+    check_layout_name,
+    content_of,
+    dense_length,
+)
 from zgstore.reading.table import Form, Indices, Table
 from zgstore.reading.views import ColumnView, TokenView
 
@@ -149,7 +159,14 @@ class Reader(Dataset[dict[str, Tensor]]):
         batch = self.batch(indices, layout="list")
         return [{name: batch[name][row] for name in self.columns} for row in range(len(indices))]
 
-    def batch(self, indices: Indices, layout: Layout = "padded", *, out: Buffers | None = None) -> dict[str, Any]:
+    def batch(
+        self,
+        indices: Indices,
+        layout: Layout = "padded",
+        *,
+        out: Buffers | None = None,
+        given: Mapping[str, Sequence[Tensor]] | None = None,
+    ) -> dict[str, Any]:
         """The rows at ``indices``, in that order, as tensors.
 
         With ``padded`` ragged columns are ``[N, T, …]``, zeros on the right; with ``packed`` ``[S, …]``, and
@@ -161,6 +178,8 @@ class Reader(Dataset[dict[str, Tensor]]):
             indices: Rows; negative ones count from the end.
             layout: ``padded``, ``packed`` or ``list``.
             out: Memory to read into; the next batch read into it overwrites this one.
+            given: Columns that are not read because their rows come from elsewhere, in the order of ``indices``: each
+                as a sample has it, without padding if the column is ragged.
 
         Raises:
             IndexError: if there is no such row.
@@ -169,7 +188,14 @@ class Reader(Dataset[dict[str, Tensor]]):
         """
         check_layout_name(layout)
         forms = list(self._table.forms.values())
-        contents = self._table.read(forms, self._table.runs(indices), layout, out)
+        given = given or {}
+        for name in given:
+            self._form(name)
+        read = [form for form in forms if form.column.name not in given]
+        contents = self._table.read(read, self._table.runs(indices), layout, out)
+        for form in forms:
+            if form.column.name in given:
+                contents[form.column.name] = content_of(given[form.column.name], form.column, layout)
         columns = {form.column.name: form.column for form in forms}
         return assemble(layout, contents, self.columns, columns, absent=self._absent)
 

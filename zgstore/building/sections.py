@@ -1,0 +1,265 @@
+"""TOML tables taken key by key, so that what is left over is unknown; and the functions that they name.
+
+Read strictly: an unknown key is an error that names the nearest known one, because a key that is silently ignored is a
+cache, or a training, of something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.machinery
+import math
+import re
+import sys
+import threading
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from zgstore.errors import Invalid
+from zgstore.format import canonical
+
+_TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A function named ``module:name``, looked for in the recipe's directory first.
+
+    Args:
+        text: ``module:name``.
+        directory: The recipe's directory: first on the import path, and the current one while the function runs.
+    """
+
+    text: str
+    directory: Path
+
+    def resolve(self) -> Callable[..., Any]:
+        """Import the module and return the function.
+
+        Raises:
+            Invalid: if there is no such module or name (with the nearest), or if another recipe's module of the same
+                name is already imported in this process.
+        """
+        module_name, _, attribute = self.text.partition(":")
+        _enter(self.directory)
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
+                raise
+            raise Invalid(
+                f"there is no module {error.name!r} for {self.text!r}",
+                hint=f"put it beside the recipe in {self.directory}, or install it",
+            ) from error
+        _check_origin(module_name.partition(".")[0], self.directory)
+        for part in attribute.split("."):
+            if not hasattr(found, part):
+                near = nearest(part, [name for name in dir(found) if not name.startswith("_")])
+                raise Invalid(f"{module_name} has no {part!r} for {self.text!r}", hint=near or "define it there")
+            found = getattr(found, part)
+        if not callable(found):
+            raise Invalid(f"{self.text!r} is a {type(found).__name__}, not a function", hint="name a function")
+        return found  # type: ignore[no-any-return]
+
+    def call(self, args: Mapping[str, Any]) -> Any:
+        """Call the function with ``args`` as keywords, the recipe's directory being the current one."""
+        function = self.resolve()
+        with inside(self.directory):
+            return function(**args)
+
+
+class Section:
+    """One table of a file, taken key by key, so that what is left over is unknown.
+
+    Args:
+        value: The table.
+        name: Dotted; empty for the whole file.
+        path: The file, for messages and for the directory of its functions.
+        kind: What the file is: ``recipe``, ``job``.
+    """
+
+    def __init__(self, value: Any, name: str, path: Path, *, kind: str = "recipe") -> None:
+        if not isinstance(value, Mapping):
+            raise Invalid(f"[{name}] in {path.name} is not a table", hint=f"write it as [{name}] with keys below")
+        self.value = dict(value)
+        self.name = name
+        self.path = path
+        self.kind = kind
+        self._known: list[str] = []
+
+    def fail(self, key: str, what: str, hint: str) -> NoReturn:
+        dotted = f"{self.name}.{key}" if self.name else key
+        raise Invalid(f"{dotted} {what} ({self.path.name})", hint=hint, key=dotted, **{self.kind: str(self.path)})
+
+    def has(self, key: str) -> bool:
+        self._known.append(key)
+        return key in self.value
+
+    def take(self, key: str, kind: type, *, default: Any) -> Any:
+        if not self.has(key):
+            return default
+        value = self.value[key]
+        if type(value) is not kind:
+            self.fail(key, f"is {value!r}, not {kind.__name__}", f"give a {kind.__name__}")
+        return value
+
+    def number(self, key: str, *, default: float, least: float | None = None) -> float:
+        """A number, whole or not."""
+        whole = self.has(key) and type(self.value[key]) is int
+        value = float(self.value[key]) if whole else float(self.take(key, float, default=default))
+        if not math.isfinite(value) or (least is not None and value < least):
+            bound = "" if least is None else f", at least {least:g}"
+            self.fail(key, f"is {self.value[key]!r}", f"give a finite number{bound}")
+        return value
+
+    def whole(self, key: str, *, default: int, least: int = 0) -> int:
+        """A whole number."""
+        value = int(self.take(key, int, default=default))
+        if value < least:
+            self.fail(key, f"is {value}", f"at least {least}")
+        return value
+
+    def one_of(self, key: str, known: Sequence[str], *, default: str) -> str:
+        """One of the known texts."""
+        text = str(self.take(key, str, default=default))
+        if text not in known:
+            self.fail(key, f"is {text!r}", nearest(text, known) or f"one of {', '.join(known)}")
+        return text
+
+    def section(self, key: str, *, optional: bool = False) -> Section:
+        if not self.has(key) and not optional:
+            self.fail(key, "is missing", f"add a section [{f'{self.name}.{key}' if self.name else key}]")
+        return Section(self.value.get(key, {}), f"{self.name}.{key}" if self.name else key, self.path, kind=self.kind)
+
+    def text(self, key: str, *, pin: bool = False) -> str:
+        value = self.take(key, str, default="")
+        if not value:
+            why = "a cache whose origin is not pinned cannot be trusted: give it" if pin else "give it"
+            self.fail(key, "is missing", why)
+        return str(value)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        value = self.take(key, list, default=[])
+        for item in value:
+            if not isinstance(item, str) or not item:
+                self.fail(key, f"has {item!r}", "list texts")
+        return tuple(value)
+
+    def target(self, key: str) -> Target:
+        text = self.text(key)
+        if not _TARGET.fullmatch(text):
+            self.fail(key, f"is {text!r}", 'name a function as "module:function"')
+        return Target(text, self.path.parent)
+
+    def arguments(self) -> Mapping[str, Any]:
+        args = self.take("args", dict, default={})
+        try:
+            canonical.encode(args)
+        except Invalid as error:
+            self.fail("args", f"cannot be kept: {error.message}", error.hint)
+        return dict(args)
+
+    def done(self) -> None:
+        for key in self.value:
+            if key not in self._known:
+                self.fail(key, f"is not a key of a {self.kind}", nearest(key, self._known) or "remove it")
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
+def read_toml(path: Path, *, kind: str, hint: str) -> dict[str, Any]:
+    """A TOML file as a mapping.
+
+    Raises:
+        Invalid: if it is not there, or not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise Invalid(f"there is no {kind} {path}", hint=hint) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Invalid(f"{path} is not TOML: {error}", hint="correct the line it names") from error
+
+
+def override(value: dict[str, Any], key: str, replacement: Any) -> None:
+    """Set a dotted key, quoted where a name has dots as in TOML, making the tables that it goes through."""
+    try:
+        place: Any = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError as error:
+        raise Invalid(f"{key!r} is not a key", hint="write it as TOML does: storage.batches_per_shard") from error
+    while True:
+        ((part, rest),) = place.items()
+        if not isinstance(rest, dict):
+            value[part] = replacement
+            return
+        inner = value.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise Invalid(f"{key!r} goes through {part!r}, which is no table", hint="name a key of a table")
+        value, place = inner, rest
+
+
+# ---- the import path ----
+
+_current = threading.RLock()
+
+
+@contextlib.contextmanager
+def inside(directory: Path) -> Iterator[None]:
+    """The directory as the current one, which is the whole process's: one thread at a time."""
+    with _current, contextlib.chdir(directory):
+        yield
+
+
+# Which directories of recipes have been put on the import path of this process.
+_directories: list[Path] = []
+
+
+def _enter(directory: Path) -> None:
+    """Put the recipe's directory first on the import path; refuse what another recipe's modules would hide."""
+    text = str(directory)
+    if not sys.path or sys.path[0] != text:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(text)
+        sys.path.insert(0, text)
+    importlib.invalidate_caches()
+    if directory not in _directories:
+        _directories.append(directory)
+    if len(_directories) == 1:
+        return
+    for entry in directory.iterdir():
+        name = entry.stem if entry.suffix == ".py" else entry.name
+        loaded = sys.modules.get(name)
+        origin = _origin(loaded) if loaded is not None and name.isidentifier() else None
+        if origin is not None and any(origin.is_relative_to(other) for other in _directories if other != directory):
+            _check_origin(name, directory)
+
+
+def _check_origin(name: str, directory: Path) -> None:
+    """Refuse if ``name`` is imported from elsewhere although the recipe's directory has a different one."""
+    spec = importlib.machinery.PathFinder.find_spec(name, [str(directory)])
+    module = sys.modules.get(name)
+    if spec is None or spec.origin is None or module is None:
+        return
+    origin, here = _origin(module), Path(spec.origin)
+    if origin is None or origin == here or origin.resolve() == here.resolve():
+        return
+    if not spec.submodule_search_locations and origin.is_file() and origin.read_bytes() == here.read_bytes():
+        return
+    raise Invalid(
+        f"a module {name!r} is already imported from {origin}, and this recipe's own is {here}",
+        hint="build the two recipes in two processes, or give the modules different names",
+        module=name,
+    )
+
+
+def _origin(module: Any) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file) if isinstance(file, str) else None
