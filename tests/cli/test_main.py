@@ -14,6 +14,7 @@ import pytest
 from conftest import blob_of
 
 from zgstore import errors
+from zgstore.cli import faults
 from zgstore.cli import main as door
 from zgstore.cli.console import error_value, plain
 from zgstore.errors import ZgError
@@ -43,7 +44,7 @@ TWO_WORDS = ("tag rm", "ref set", "ref rm", "lease run", "lease ls", "import zer
 
 
 def test_every_command_of_the_interface_is_there():
-    assert set(door._TABLE) == {*NAMED_IN_INTERFACE, *TWO_WORDS}
+    assert set(door.TABLE) == {*NAMED_IN_INTERFACE, *TWO_WORDS}
 
 
 def test_every_command_has_a_sentence_that_fits_its_line():
@@ -178,8 +179,8 @@ def test_what_a_terminal_would_act_on_is_written_out(store, zg):
 
 
 def test_a_full_disk_is_no_space_and_what_may_pass_is_transient():
-    assert door._explain_system(OSError(28, "No space left on device", "x")).exit_code == 24
-    assert door._explain_system(PermissionError(13, "Permission denied", "x")).exit_code == 30
+    assert faults._explain_system(OSError(28, "No space left on device", "x")).exit_code == 24
+    assert faults._explain_system(PermissionError(13, "Permission denied", "x")).exit_code == 30
 
 
 def test_an_exception_of_a_recipe_names_the_factory(store, zg, tmp_path):

@@ -1,9 +1,8 @@
-"""The application: the table of commands, the options of all of them, and the door every error leaves by."""
+"""The application: the options of all commands, each loaded when it is run, and the door every error leaves by."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import importlib
 import os
@@ -12,128 +11,21 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from zgstore.cli.catalogue import COMMANDS, TABLE, Entry
 from zgstore.cli.console import Answer, Screen, error_value, print_error
+from zgstore.cli.faults import USAGE_ERROR, explain
 from zgstore.cli.units import parse_duration, printable
-from zgstore.errors import Busy, Interrupted, Invalid, NoSpace, Transient, ZgError
+from zgstore.errors import Busy, Interrupted, Invalid, ZgError
 
-# The classes of click, which some versions of typer carry inside themselves.
-_USAGE_ERROR: Final[type[Exception]] = typer.BadParameter.__mro__[1]
-_SOME_SPACE_SHORT: Final = (errno.ENOSPC, errno.EDQUOT)
 _RETRY_SECONDS: Final = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One command.
-
-    Args:
-        name: What is typed.
-        panel: The group it is shown in.
-        target: Module of this folder and its function, imported when the command is run.
-        sentence: What it does.
-        examples: Lines shown under its help.
-    """
-
-    name: str
-    panel: str
-    target: str
-    sentence: str
-    examples: tuple[str, ...] = ()
-
-
-START, LOOK, KEEP, CARRY, TEND = "Start", "Look", "Keep", "Carry", "Tend"
-
-COMMANDS: Final = (
-    Entry(
-        "init", START, "init:init", "Make a store; one that is there stays as it is.",
-        ("zgstore init", "zgstore init /data/cache --policy group", "zgstore init --example chat"),
-    ),
-    Entry(
-        "points", START, "points:points", "List the hook points that a recipe's teacher offers.",
-        ("zgstore points cache.toml",),
-    ),
-    Entry(
-        "estimate", START, "estimate:estimate", "Say how many samples and bytes a build would store.",
-        ("zgstore estimate cache.toml",),
-    ),
-    Entry(
-        "build", START, "build:build", "Run the teacher where something is missing; publish.",
-        (
-            "zgstore build cache.toml --ref main",
-            "zgstore build cache.toml --explain --dry-run",
-            "zgstore build cache.toml --worker 0/4",
-        ),
-    ),
-    Entry("ls", LOOK, "ls:ls", "List refs and tags."),
-    Entry(
-        "show", LOOK, "show:show", "Show a snapshot's pins, columns and statistics.",
-        ("zgstore show main", "zgstore show main@{1}", "zgstore show main --decode 7 --recipe cache.toml"),
-    ),
-    Entry("log", LOOK, "log:log", "Show where a ref pointed, and who moved it."),
-    Entry(
-        "diff", LOOK, "diff:diff", "Compare two snapshots: pins, columns, shards, values.",
-        ("zgstore diff main@{1} main", "zgstore diff a b --values --samples 64", "zgstore diff a b --exit-code -q"),
-    ),
-    Entry("du", LOOK, "du:du", "Show the bytes of each name, own and shared."),
-    Entry("why", LOOK, "why:why", "Show what keeps an object.", ("zgstore why 3f9a61c2b07d",)),
-    Entry(
-        "tag", KEEP, "tag:tag", "Give a snapshot a name that does not move.",
-        ("zgstore tag v1 main", "zgstore tag v1 main --force", "zgstore tag rm v1"),
-    ),
-    Entry("tag rm", KEEP, "tag:remove", "Remove a tag."),
-    Entry(
-        "ref set", KEEP, "ref:point", "Point a ref at a snapshot.",
-        ("zgstore ref set main main@{1}", "zgstore ref set main v2 --expect v1"),
-    ),
-    Entry("ref rm", KEEP, "ref:remove", "Forget a ref and its reflog."),
-    Entry(
-        "lock", KEEP, "lock:lock", "Write a snapshot into zgstore.lock and hold it.",
-        ("zgstore lock main", "zgstore lock teacher main@{1}"),
-    ),
-    Entry(
-        "hold", KEEP, "hold:hold", "Keep a snapshot from gc for good.",
-        ('zgstore hold paper main --reason "table 3"',),
-    ),
-    Entry("unhold", KEEP, "hold:unhold", "Let a held snapshot go."),
-    Entry(
-        "lease run", KEEP, "lease:run", "Keep a snapshot from gc while a command runs.",
-        ("zgstore lease run main -- python train.py",),
-    ),
-    Entry("lease ls", KEEP, "lease:ls", "List who is using the store."),
-    Entry(
-        "copy", CARRY, "copy:copy", "Carry a snapshot to another store.",
-        ("zgstore copy main --to /mnt/other", "zgstore copy main --to /mnt/other --columns model.norm:in,labels"),
-    ),
-    Entry(
-        "export", CARRY, "export:export", "Write plain safetensors that need no zgstore.",
-        ("zgstore export main out/",),
-    ),
-    Entry("import zerograph", CARRY, "imports:zerograph", "Bring in a zerograph cache, its digests checked."),
-    Entry("import safetensors", CARRY, "imports:safetensors", "Bring in a folder of safetensors files."),
-    Entry(
-        "verify", TEND, "verify:verify", "Check that every byte is what its name says.",
-        (
-            "zgstore verify",
-            "zgstore verify main --quick",
-            "zgstore verify --part 3/20",
-            "zgstore verify main --repair --recipe cache.toml",
-        ),
-    ),
-    Entry(
-        "gc", TEND, "gc:gc", "Delete what nothing needs any more, in two phases.",
-        ("zgstore gc --dry-run", "zgstore gc", "zgstore gc --now"),
-    ),
-    Entry("reindex", TEND, "reindex:reindex", "Rebuild the index."),
-)  # fmt: skip
-
-_TABLE: Final = {entry.name: entry for entry in COMMANDS}
 _FLAGS: Final = ("--json", "--quiet", "-q", "--debug")
 _VALUED: Final = ("--store", "--wait")
 
@@ -144,22 +36,22 @@ class Table(TyperGroup):
     prefix = ""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        names = [name.removeprefix(self.prefix) for name in _TABLE if name.startswith(self.prefix)]
+        names = [name.removeprefix(self.prefix) for name in TABLE if name.startswith(self.prefix)]
         if ctx.resilient_parsing:  # completion goes word by word
             return list(dict.fromkeys(name.partition(" ")[0] for name in names))
         return names
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
         """What help and completion show of a command; nothing is imported for it."""
-        entry = _TABLE.get(self.prefix + cmd_name)
+        entry = TABLE.get(self.prefix + cmd_name)
         if entry is not None:
             return TyperCommand(cmd_name, help=entry.sentence, rich_help_panel=entry.panel)
         return self._subtable(cmd_name)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
-        words = 2 if len(args) > 1 and " ".join(args[:2]) in _TABLE and args[0] in _TABLE else 1
+        words = 2 if len(args) > 1 and " ".join(args[:2]) in TABLE and args[0] in TABLE else 1
         name = " ".join(args[:words])
-        if entry := _TABLE.get(self.prefix + name):
+        if entry := TABLE.get(self.prefix + name):
             return name, _load(entry), args[words:]
         if table := self._subtable(name):
             return name, table, args[1:]
@@ -327,93 +219,6 @@ def hoist(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return options, words
 
 
-def explain(error: BaseException) -> ZgError:
-    """Any exception as one of ours: what it is called, the exit code, and what to do about it."""
-    if isinstance(error, ZgError):
-        return error
-    if isinstance(error, KeyboardInterrupt):
-        from zgstore.cli.session import interrupted  # noqa: PLC0415
-
-        return interrupted()
-    if isinstance(error, _USAGE_ERROR | typer.Abort):
-        return _explain_usage(error)
-    if isinstance(error, OSError) and not _is_theirs(error):
-        return _explain_system(error)
-    return _explain_unknown(error)
-
-
-def _explain_usage(error: BaseException) -> Invalid:
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "zgstore"
-    message = error.format_message() if hasattr(error, "format_message") else str(error) or "aborted"
-    message = message[:1].lower() + message[1:].rstrip(".")
-    return Invalid(message, hint=f"run `{command} --help` to see what it takes")
-
-
-def _explain_system(error: OSError) -> ZgError:
-    where = f"{error.filename}: " if error.filename else ""
-    message = f"{where}{error.strerror or error}"
-    if error.errno in _SOME_SPACE_SHORT:
-        return NoSpace(message, hint="run `zgstore gc`, or free some space, then run this again")
-    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
-        return Transient(message, hint="see who owns it; `zgstore init --policy group` makes stores that are shared")
-    return Transient(message, hint="run it again; --debug shows where it happened")
-
-
-def _explain_unknown(error: BaseException) -> ZgError:
-    """An exception nobody foresaw: a recipe's own code, or a fault of ours; say which and where."""
-    if isinstance(error, MemoryError):
-        return Transient("memory ran out", hint="close other programs, or use smaller batches")
-    hint = "run it again with --debug to see the traceback"
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if isinstance(error, SystemExit):
-        what, hint = f"exit({error.code})", "let it return or raise instead of ending the program"
-    frame = _guilty_frame(error)
-    where = f"{frame.filename}:{frame.lineno}" if frame else "an unknown place"
-    if factory := _factory_of(error):
-        return Invalid(f"{factory} raised {what} ({where})", hint=hint, factory=factory)
-    if frame is None or not _is_own(frame.filename):
-        return Invalid(f"{frame.name if frame else 'something'} raised {what} ({where})", hint=hint)
-    if traceback.extract_tb(error.__traceback__)[-1].filename != frame.filename:  # a library refused what it was given
-        return Invalid(f"{what} ({where})", hint=hint)
-    return Invalid(f"zgstore failed by {what} ({where})", hint=f"{hint}, and report it")
-
-
-def _is_theirs(error: BaseException) -> bool:
-    frame = _guilty_frame(error)
-    return _factory_of(error) is not None or (frame is not None and not _is_own(frame.filename))
-
-
-def _factory_of(error: BaseException) -> str | None:
-    """The recipe's function that the exception came out of, as the recipe names it."""
-    found = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__") == "zgstore.building.recipe":
-            owner = frame.f_locals.get("self")
-            found = getattr(owner, "text", None) or getattr(getattr(owner, "factory", None), "text", None) or found
-    return found
-
-
-def _guilty_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The deepest frame of code that is neither ours nor installed; where there is none, the deepest of ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not _is_own(frame.filename) and not _is_installed(frame.filename)]
-    ours = [frame for frame in frames if _is_own(frame.filename)]
-    return theirs[-1] if theirs else ours[-1] if ours else None
-
-
-def _is_own(filename: str) -> bool:
-    return Path(filename).is_relative_to(Path(__file__).parents[1])
-
-
-def _is_installed(filename: str) -> bool:
-    return (
-        filename.startswith("<")
-        or Path(filename).is_relative_to(sys.prefix)
-        or Path(filename).is_relative_to(Path(os.__file__).parent)
-    )
-
-
 def _die_of_the_pipe() -> NoReturn:
     """End as any filter does whose reader has gone: quietly, by SIGPIPE."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -468,7 +273,7 @@ def _answering(function: Callable[..., Answer]) -> Callable[..., Answer]:
                     if time.monotonic() + _RETRY_SECONDS > deadline:
                         raise
                     time.sleep(_RETRY_SECONDS)
-                except (ZgError, typer.Exit, typer.Abort, _USAGE_ERROR):
+                except (ZgError, typer.Exit, typer.Abort, USAGE_ERROR):
                     raise
                 except BaseException as error:  # the door: whatever it is leaves as one of ours
                     raise explain(error) from error
