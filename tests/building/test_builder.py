@@ -1,4 +1,5 @@
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -447,9 +448,12 @@ def test_a_stop_finishes_the_shard_in_flight_and_a_rerun_resumes(tmp_path, store
 
 def test_a_writer_that_fails_ends_the_build_with_its_cause(tmp_path, store, monkeypatch):
     path, _ = make_project(tmp_path / "p")
+    before = len(list(Path("/proc/self/fd").iterdir()))
     monkeypatch.setattr("zgstore.building.shards.as_bytes", lambda *a, **k: (_ for _ in ()).throw(OSError(5, "broken")))
     with pytest.raises(OSError, match="broken"):
         build(store, path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert not list((store.path / "tmp").iterdir())
 
 
 def test_followers_see_each_shard_and_then_the_snapshot(tmp_path, store):

@@ -108,9 +108,45 @@ def test_three_builds_of_one_recipe_at_once_agree(tmp_path, project):
 def test_a_torn_action_is_a_miss(tmp_path, project):
     path, whole = project
     store = Store.init(tmp_path / "store")
-    build(store, path)
+    assert build(store, path, worker=(0, 1)).snapshot is None
     for torn in actions(store)[:3]:
         torn.write_bytes(torn.read_bytes()[:-5])
     report = build(store, path)
     assert report.snapshot == whole
     assert 0 < report.shards_built <= 3
+
+
+WRITER = """
+import sys
+import torch
+import zgstore
+pins = zgstore.Pins(teacher={"id": "t", "revision": "1"}, data={"id": "d", "revision": "1"}, capture={})
+brought = 0
+with zgstore.writer(zgstore.Store.open(sys.argv[1]), pins, cut=2) as w:
+    for at in range(8):
+        batch = {"k": torch.arange(3) + 3 * at}
+        todo = w.missing(zgstore.row_digests(batch))
+        if todo:
+            brought += len(todo)
+            w.add(zgstore.SampleBatch(columns={"h": batch["k"][todo].unsqueeze(1).float()}))
+        if at == int(sys.argv[2]):
+            import os, signal
+            os.kill(os.getpid(), signal.SIGKILL)
+    print(brought, w.commit(ref="main"))
+"""
+
+
+def bring(store, kill_at):
+    command = [sys.executable, "-c", WRITER, str(store.path), str(kill_at)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    return done.returncode, done.stdout.split()
+
+
+def test_a_killed_writer_asks_for_the_rest_only(tmp_path):
+    whole = bring(Store.init(tmp_path / "whole"), -1)
+    store = Store.init(tmp_path / "store")
+    assert bring(store, 4)[0] == -signal.SIGKILL
+    assert not list(verify(store))
+    code, (brought, digest) = bring(store, -1)
+    assert (code, digest) == (0, whole[1][1])
+    assert int(brought) == 24 - 12

@@ -178,6 +178,7 @@ class Run:
     tick: Callable[[int, int], None] = lambda _rows, _size: None
     check_space: bool = True
     constants: dict[str, bytes] = field(default_factory=dict)
+    drafts: list[ShardDraft] = field(default_factory=list)
     teacher_seconds: float = 0.0
     store_seconds: float = 0.0
     new_bytes: int = 0
@@ -190,6 +191,19 @@ def run_tasks(run: Run, tasks: Sequence[Task]) -> None:
         Interrupted: if asked to stop; the shards so far are finished.
         Whatever the teacher, the capture or the writing thread raised.
     """
+    try:
+        _run_all(run, tasks)
+    finally:
+        # The writing thread has ended: what it left unfinished is nobody's any more.
+        for draft in run.drafts:
+            draft.discard()
+    if run.stop():
+        raise Interrupted(
+            "stopped after the shard in flight", hint="the store is sound: run the same command again to go on"
+        )
+
+
+def _run_all(run: Run, tasks: Sequence[Task]) -> None:
     replicas: list[nn.Module | None] = [*run.source.modules] or [None]
     with Background() as background:
         if len(replicas) == 1:
@@ -203,10 +217,6 @@ def run_tasks(run: Run, tasks: Sequence[Task]) -> None:
                 for share in shares:
                     share.result()
         background.drain()
-    if run.stop():
-        raise Interrupted(
-            "stopped after the shard in flight", hint="the store is sound: run the same command again to go on"
-        )
 
 
 def _run_share(run: Run, background: Background, module: nn.Module | None, tasks: Sequence[Task]) -> None:
@@ -259,6 +269,7 @@ def _run_shard(run: Run, background: Background, hooks: _Hooks, replay: Replay, 
     if inputs.lengths is not None:
         lengths = inputs.lengths[shard.first_row : shard.first_row + shard.rows]
     draft = ShardDraft(run.session, task.wanted, rows=None if filters else shard.rows, lengths=lengths, pool=hooks.pool)
+    run.drafts.append(draft)
     left_out, seconds = LeftOut(), 0.0
     capturer = hooks.at(task.by_teacher)
     for index in range(shard.first_batch, shard.first_batch + shard.batches):
@@ -275,7 +286,12 @@ def _run_shard(run: Run, background: Background, hooks: _Hooks, replay: Replay, 
         run.tick(info.rows, size)
     run.teacher_seconds += seconds
     captured = Captured(shard, task.wanted, draft, left_out, seconds)
-    background.submit(lambda: _timed(run, lambda: run.finish(captured)))
+
+    def finish() -> None:
+        run.finish(captured)
+        run.drafts.remove(draft)
+
+    background.submit(lambda: _timed(run, finish))
 
 
 def _adding(run: Run, draft: ShardDraft, tensors: Mapping[str, Tensor], sample: SampleBatch) -> Callable[[], None]:
