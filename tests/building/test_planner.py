@@ -4,13 +4,13 @@ from types import SimpleNamespace
 import pytest
 from projects import make_project, write_recipe
 
+from zgstore.building.explanation import pin_changes
 from zgstore.building.inputs import read_inputs
 from zgstore.building.planner import (
     TeacherIdentity,
     columns_of,
     key_of,
     look_up,
-    pin_changes,
     recipe_digest,
     shards_of,
 )

@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from zgstore.building import lockfile
 from zgstore.building.execution import Captured, Run, Task, run_tasks
-from zgstore.building.planner import ANY_PLATFORM, BuildPlan, ShardInputs, Why, left_out_key, pin_changes, recipe_digest
-from zgstore.building.planner import explain as explained
+from zgstore.building.explanation import Why
+from zgstore.building.explanation import explain as explain_plan
+from zgstore.building.planner import ANY_PLATFORM, BuildPlan, left_out_key, recipe_digest
 from zgstore.building.preparation import (
     Options,
     Prepared,
@@ -40,88 +41,17 @@ from zgstore.building.preparation import (
 from zgstore.building.publication import Assembled, assemble, nonfinite_error, publish, record_of
 from zgstore.building.recall import Found, remember
 from zgstore.building.recipe import Recipe, load_recipe
+from zgstore.building.rehearsal import already_there, compare, is_of, known_bytes, lock_of, rehearse
+from zgstore.building.report import BuildReport
 from zgstore.errors import Invalid
 from zgstore.format.digest import Digest
-from zgstore.format.manifest import Action, Column, Record, Shard, Snapshot, all_u64, pack_u64
-from zgstore.format.tensorfile import layout_of_column
+from zgstore.format.manifest import Action, Column, Record, Shard, Snapshot, pack_u64
 from zgstore.storage.builds import BuildFile
 from zgstore.storage.memos import platform_tag
 from zgstore.storage.store import Session, Store
 
 DEFAULT_REF: Final = ""
 POLICIES: Final = ("error", "drop")
-
-
-@dataclass(frozen=True, slots=True)
-class BuildReport:
-    """What a build did, or would do.
-
-    Args:
-        snapshot: What came out; None for a worker and a dry run.
-        recipe: The recipe digest; None while columns are unknown.
-        pins: The pins digest; None where the teacher is not known without loading it.
-        ref: The ref that names it now; None if none does.
-        samples: Rows that readers see; of a dry run, rows of the stream.
-        teacher: ``measured`` or ``declared``; ``unknown`` in a dry run that would have to load it.
-        teacher_loaded: Whether it was.
-        shards_built: Shards of which something was captured.
-        shards_reused: The others.
-        columns_built: Columns of which something was captured.
-        columns_reused: The others.
-        new_bytes: Of new blobs; of a dry run as far as shapes are known.
-        total_bytes: Of all its blobs.
-        seconds: ``inputs``, ``teacher``, ``store``, ``total``.
-        explain: Hit or miss for each column and shard, if asked for.
-        locked: With a lock file: ``present``, ``same``, or why it differs.
-        dropped: Rows that are masked or were left out.
-    """
-
-    snapshot: Digest | None
-    recipe: Digest | None
-    pins: Digest | None
-    ref: str | None
-    samples: int
-    teacher: str
-    teacher_loaded: bool
-    shards_built: int
-    shards_reused: int
-    columns_built: int
-    columns_reused: int
-    new_bytes: int
-    total_bytes: int
-    seconds: Mapping[str, float]
-    explain: tuple[Why, ...] = ()
-    locked: str | None = None
-    dropped: int = 0
-
-    def as_value(self) -> dict[str, Any]:
-        """The JSON object."""
-        value: dict[str, Any] = {
-            "snapshot": _text(self.snapshot),
-            "recipe": _text(self.recipe),
-            "pins": _text(self.pins),
-            "ref": self.ref,
-            "samples": self.samples,
-            "teacher": self.teacher,
-            "teacher_loaded": self.teacher_loaded,
-            "shards": {"built": self.shards_built, "reused": self.shards_reused},
-            "columns": {"built": self.columns_built, "reused": self.columns_reused},
-            "bytes": {"new": self.new_bytes, "total": self.total_bytes},
-            "seconds": dict(self.seconds),
-            "dropped": self.dropped,
-        }
-        if self.locked is not None:
-            value["locked"] = self.locked
-        if self.explain:
-            value["explain"] = [
-                {"column": each.column, "shard": each.shard, "hit": each.hit, "reason": each.reason}
-                for each in self.explain
-            ]
-        return value
-
-
-def _text(digest: Digest | None) -> str | None:
-    return None if digest is None else str(digest)
 
 
 def build(
@@ -180,11 +110,11 @@ def build(
         check_teacher=check_teacher, on_nonfinite=on_nonfinite, explain=explain,
         progress=progress or (lambda _: None), stop=stop or (lambda: False), circumstance=dict(circumstance or {}),
     )  # fmt: skip
-    lock = _lock_of(recipe, ref) if locked else None
+    lock = lock_of(recipe, ref) if locked else None
     if lock is not None and store.objects.stat(lock.snapshot, "meta") is not None:
-        return _present(store, lock, ref)
+        return already_there(store, lock, ref)
     if dry_run:
-        return _dry(store, recipe, options)
+        return rehearse(store, recipe, options)
     with store.writing(f"build {recipe.name}"[:100]) as session:
         return _Build(session, recipe, options, lock).run()
 
@@ -216,7 +146,7 @@ class _Build:
     def run(self) -> BuildReport:
         self.prepared = prepared = prepare(self.store, self.recipe, self.options, session=self.session)
         plan = prepared.plan
-        why = _explain(self.store, plan, self.expect) if self.options.explain else ()
+        why = explain_plan(self.store, plan, self.expect) if self.options.explain else ()
         self.found = [list(actions) for actions in plan.found]
         tasks = tasks_of(plan, self.options.worker)
         run = Run(
@@ -226,7 +156,7 @@ class _Build:
         )  # fmt: skip
         try:
             if tasks:
-                self.store.check_space(_known_bytes(plan, tasks))
+                self.store.check_space(known_bytes(plan, tasks))
                 run_tasks(run, tasks)
             prepared.source.close()
             self._remember()
@@ -391,7 +321,7 @@ class _Build:
             plan, prepared.data.tree, prepared.constants, left_out, cut=cut, on_nonfinite=self.options.on_nonfinite
         )
         recipe = digest_of_recipe(self.recipe, assembled.snapshot, self.options)
-        locked = _compare(self.store, self.lock, assembled, recipe) if self.lock else None
+        locked = compare(self.store, self.lock, assembled, recipe) if self.lock else None
         # A build that was to reproduce a locked snapshot and did not moves no ref.
         ref = self.options.ref if locked in {None, "same"} else None
         circumstance = {**self.options.circumstance, "drop": self.options.on_nonfinite == "drop"}
@@ -422,7 +352,7 @@ class _Build:
 
     def _report(self, run: Run, assembled: Assembled | None, why: tuple[Why, ...]) -> BuildReport:
         plan, source = self.prepared.plan, self.prepared.source
-        shards = [s.index for s in plan.shards if self.options.worker is None or _mine(s, self.options.worker)]
+        shards = [s.index for s in plan.shards if self.options.worker is None or is_of(self.options.worker, s)]
         built_shards, built_columns = {s for _, s in self.built}, {c for c, _ in self.built}
         total = assembled.total_bytes if assembled else sum(
             action.blob.size for mine in self.found for action in mine if action is not None
@@ -448,10 +378,6 @@ class _Build:
         )
 
 
-def _mine(shard: ShardInputs, worker: tuple[int, int]) -> bool:
-    return shard.index % worker[1] == worker[0]
-
-
 def left_out_rows(store: Store, plan: BuildPlan) -> dict[int, str]:
     """All rows that the extractor left out: stream index → reason."""
     result: dict[int, str] = {}
@@ -468,83 +394,3 @@ def digest_of_recipe(recipe: Recipe, snapshot: Snapshot, options: Options) -> Di
         snapshot.pins, snapshot.columns, cut=recipe.storage.batches_per_shard, on_nonfinite=options.on_nonfinite,
         limit=options.limit, constants=recipe.capture.constants,
     )  # fmt: skip
-
-
-def _known_bytes(plan: BuildPlan, tasks: Sequence[Task]) -> int:
-    """Bytes that the missing blobs will have, as far as their columns are known."""
-    known = dict(zip((wanted.name for wanted in plan.columns), plan.known_columns(), strict=True))
-    total = 0
-    for task in tasks:
-        for wanted in task.wanted:
-            column = known[wanted.name]
-            if column is not None:
-                total += layout_of_column(column, rows=task.shard.rows, tokens=task.shard.tokens).file_size
-    return total
-
-
-# ---- planning only, and locks ----
-
-
-def _dry(store: Store, recipe: Recipe, options: Options) -> BuildReport:
-    began = time.perf_counter()
-    prepared = prepare(store, recipe, options, session=None)
-    plan, source = prepared.plan, prepared.source
-    before = store.refs.get(options.ref, "head") if options.ref else None
-    tasks = tasks_of(plan, options.worker)
-    built = len(tasks) if plan.columns else len(plan.shards)  # what an extractor gives is not known before it has run
-    shards = [s for s in plan.shards if options.worker is None or _mine(s, options.worker)]
-    columns = {wanted.name for task in tasks for wanted in task.wanted}
-    seconds = time.perf_counter() - began
-    kept = sum(action.blob.size for mine in plan.found for action in mine if action is not None)
-    new = _known_bytes(plan, tasks)
-    return BuildReport(
-        snapshot=None, recipe=None, pins=plan.pins.digest() if source.identity else None, ref=options.ref,
-        samples=prepared.inputs.rows, teacher=source.identity.certainty if source.identity else "unknown",
-        teacher_loaded=False, shards_built=built, shards_reused=len(shards) - built,
-        columns_built=len(columns), columns_reused=len(plan.columns) - len(columns), new_bytes=new,
-        total_bytes=kept + new, explain=_explain(store, plan, before, known=source.identity is not None)
-        if options.explain else (),
-        seconds={"inputs": prepared.inputs.seconds, "teacher": 0.0, "store": 0.0, "total": seconds},
-    )  # fmt: skip
-
-
-def _explain(store: Store, plan: BuildPlan, before: Digest | None, *, known: bool = True) -> tuple[Why, ...]:
-    snapshot = store.snapshot(before) if before and store.objects.stat(before, "meta") else None
-    record = store.record_of(before) if before and snapshot else None
-    inputs = [shard.inputs for shard in store.shards(snapshot)] if snapshot else []
-    lines = explained(plan, snapshot, record, inputs)
-    if known:
-        return tuple(lines)
-    by_teacher = {wanted.name for wanted in plan.columns if wanted.source == "teacher"}
-    reason = "the teacher has to be loaded to be known: it is new, or its files or its code changed"
-    return tuple(replace(why, reason=reason) if why.column in by_teacher else why for why in lines)
-
-
-def _lock_of(recipe: Recipe, ref: str | None) -> lockfile.Locked:
-    path = recipe.directory / lockfile.FILE_NAME
-    return lockfile.section(path if path.is_file() else None, ref or recipe.name, recipe.directory)
-
-
-def _present(store: Store, lock: lockfile.Locked, ref: str | None) -> BuildReport:
-    snapshot = store.snapshot(lock.snapshot)
-    root = store.root(snapshot)
-    total = sum(sum(all_u64(packed)) for packed in root.column_bytes)
-    return BuildReport(
-        snapshot=lock.snapshot, recipe=lock.recipe, pins=snapshot.pins.digest(), ref=ref, samples=snapshot.samples,
-        teacher="measured", teacher_loaded=False, shards_built=0, shards_reused=sum(all_u64(root.shards)),
-        columns_built=0, columns_reused=len(snapshot.columns), new_bytes=0, total_bytes=total,
-        seconds={"inputs": 0.0, "teacher": 0.0, "store": 0.0, "total": 0.0}, locked="present",
-    )  # fmt: skip
-
-
-def _compare(store: Store, lock: lockfile.Locked, assembled: Assembled, recipe: Digest) -> str:
-    """Whether the locked snapshot came out, and why not."""
-    if assembled.digest == lock.snapshot:
-        return "same"
-    if assembled.snapshot.pins.digest() != lock.pins:
-        before = store.snapshot(lock.snapshot) if store.objects.stat(lock.snapshot, "meta") else None
-        names = ", ".join(pin_changes(before.pins, assembled.snapshot.pins)) if before else ""
-        return f"other pins than the locked ones{': ' + names if names else ''}"
-    if lock.recipe is not None and lock.recipe != recipe:
-        return "the same pins, another recipe: columns, cut, limit, drop policy or constants"
-    return "the same pins and recipe, other bytes: another platform, or a teacher that is not reproducible"

@@ -16,7 +16,7 @@ from zgstore.building.recipe import Recipe
 from zgstore.building.rows import ID
 from zgstore.format import canonical
 from zgstore.format.digest import Digest, digest_of
-from zgstore.format.manifest import Action, Column, Pins, Record, Snapshot
+from zgstore.format.manifest import Action, Column, Pins
 from zgstore.storage.memos import platform_tag
 from zgstore.storage.store import Store
 
@@ -182,23 +182,6 @@ class BuildPlan:
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class Why:
-    """One line of ``--explain``.
-
-    Args:
-        column: Its name.
-        shard: Its index.
-        hit: Whether the store has it.
-        reason: Why not; empty for a hit.
-    """
-
-    column: str
-    shard: int
-    hit: bool
-    reason: str
-
-
 def shards_of(inputs: Inputs, cut: int) -> tuple[ShardInputs, ...]:
     """The stream cut into shards of ``cut`` whole batches."""
     result: list[ShardInputs] = []
@@ -337,87 +320,6 @@ def look_up(store: Store, keys: Sequence[Digest], own: str) -> tuple[Action | No
                 actions[at] = action
             break
     return tuple(actions)
-
-
-def pin_changes(before: Pins, after: Pins) -> dict[str, tuple[Any, Any]]:
-    """Each pin (dotted) that differs, with both values."""
-    flat_before, flat_after = dict(_flat(before)), dict(_flat(after))
-    return {
-        name: (flat_before.get(name), flat_after.get(name))
-        for name in sorted({*flat_before, *flat_after})
-        if flat_before.get(name) != flat_after.get(name)
-    }
-
-
-def _flat(pins: Pins) -> Iterator[tuple[str, Any]]:
-    for name in ("teacher", "data", "capture"):
-        yield from _flatten(name, getattr(pins, name))
-
-
-def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key in value:
-            yield from _flatten(f"{name}.{key}", value[key])
-    else:
-        yield name, list(value) if isinstance(value, tuple) else value
-
-
-def explain(
-    plan: BuildPlan, before: Snapshot | None, record: Record | None, inputs_before: Sequence[Digest]
-) -> Iterator[Why]:
-    """Hit or miss for each column and shard, and for a miss the pin that changed.
-
-    Args:
-        plan: What would be done.
-        before: The snapshot that the ref names now, if any.
-        record: Its record, which keeps what its keys were made of.
-        inputs_before: The digests of its shards' inputs.
-    """
-    keys = (record.fields.get("keys") if record else None) or {}
-    for wanted, actions in zip(plan.columns, plan.found, strict=True):
-        changed = _column_change(wanted, before, keys.get(wanted.name))
-        for shard, action in zip(plan.shards, actions, strict=True):
-            reason = "" if action else changed or _shard_change(plan, shard, before, inputs_before)
-            yield Why(wanted.name, shard.index, action is not None, reason)
-
-
-def _column_change(wanted: Wanted, before: Snapshot | None, keys: Any) -> str:
-    if before is None:
-        return "never built"
-    if wanted.name not in {column.name for column in before.columns}:
-        return "new column"
-    if not isinstance(keys, Mapping):
-        return ""
-    now = dict(_flatten("", canonical.decode(canonical.encode(wanted.parts))))
-    then = dict(_flatten("", keys))
-    changed = [name.lstrip(".") for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
-    return f"changed: {', '.join(_PART_NAMES.get(name, name) for name in changed)}" if changed else ""
-
-
-_PART_NAMES: Final = {
-    "teacher": "teacher.measured",
-    "sources": "source code of the teacher's classes",
-    "ragged": "ragged rule",
-    "point": "hook point",
-    "inputs": "capture.inputs",
-}
-
-
-def _shard_change(plan: BuildPlan, shard: ShardInputs, before: Snapshot | None, inputs: Sequence[Digest]) -> str:
-    if before is None:
-        return "never built"
-    if shard.index >= len(inputs):
-        return "new rows"
-    if inputs[shard.index] == shard.inputs:
-        return "its blob or its action is gone, or was made on another platform"
-    changes = pin_changes(before.pins, plan.pins)
-    named = [name for name in changes if name.startswith("data.") and name != "data.digest"]
-    if named:
-        return f"changed: {', '.join(named)}"
-    if "data.digest" in changes:
-        return "new rows" if shard.index == len(inputs) - 1 else "changed: rows (data.digest)"
-    what = "cut" if before.cut != plan.shards[0].batches else "batches (their size, order or padding)"
-    return f"changed: {what}"
 
 
 def recipe_digest(

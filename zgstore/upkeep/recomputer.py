@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from zgstore.building.execution import Captured, Run, Task, run_tasks
-from zgstore.building.planner import BuildPlan, pin_changes
+from zgstore.building.explanation import pin_changes
+from zgstore.building.planner import BuildPlan
 from zgstore.building.preparation import Options, Prepared, prepare
 from zgstore.building.recipe import Recipe, load_recipe
 from zgstore.errors import Invalid, NotFound
