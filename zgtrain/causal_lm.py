@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zgstore
-from zgtrain.pretrained import dequantised, find_model, load_config, quietly
+from zgtrain.pretrained import dequantised, find_model, load_config, loading
 from zgtrain.texts import chat_batches, text_batches
 
 __all__ = ["chat_batches", "round_linear_weights", "skeleton", "teacher", "text_batches"]
@@ -42,7 +42,7 @@ def teacher(
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 — heavy, and optional
 
     place = find_model(path)
-    with quietly():
+    with loading():
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             place.folder,
             config=load_config(place),

@@ -92,8 +92,15 @@ def dequantised(place: ModelPlace) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Without progress bars: whoever called has one already. transformers' own switch does not reach all of them."""
+def loading() -> Iterator[None]:
+    """Around a load: without progress bars (whoever called has one already), and reading a GGUF file once."""
+    with _without_bars(), _gguf_read_once() if importlib.util.find_spec("gguf") else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    # transformers' own switch does not reach all of them.
     from tqdm.auto import tqdm  # noqa: PLC0415 — of transformers
     from transformers.utils import logging  # noqa: PLC0415 — heavy, and optional
 
@@ -106,3 +113,19 @@ def quietly() -> Iterator[None]:
         tqdm.__init__ = begin
         if shown:
             logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _gguf_read_once() -> Iterator[None]:
+    # transformers reads all strings of the file for the config and again for the weights, and makes the table of
+    # tensor names anew for every module: half of the time of a load (docs/LOG.md).
+    import gguf  # noqa: PLC0415 — optional
+
+    slow = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, function in slow.items():
+        setattr(gguf, name, functools.cache(function))
+    try:
+        yield
+    finally:
+        for name, function in slow.items():
+            setattr(gguf, name, function)
