@@ -18,6 +18,7 @@ is durable, so that a build that fails at its first batch binds nobody to its pi
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -85,7 +86,7 @@ def build(
         locked: Compare with the lock file beside the recipe; see ``BuildReport.locked``.
         dry_run: Only plan.
         explain: Fill ``BuildReport.explain``.
-        progress: Called as the build goes on, from this thread.
+        progress: Called as the build goes on; with several devices from several threads.
         stop: Asked before each shard whether to end.
         circumstance: Further fields of the record: ``command``, ``ci``, ``message``, …
 
@@ -140,6 +141,7 @@ class _Build:
         self.rows = 0
         self.follow: BuildFile | None = None
         self.followed = 0
+        self.telling = threading.Lock()
         self.remembered = False
         self.prepared: Prepared
 
@@ -281,8 +283,12 @@ class _Build:
 
     def _tell(self) -> None:
         """Tell followers of each shard that is durable with all before it."""
-        if self.options.worker is not None:
-            return
+        if self.options.worker is None:
+            # Both the writing thread and one that adopts another build's shard come here.
+            with self.telling:
+                self._tell_in_order()
+
+    def _tell_in_order(self) -> None:
         plan = self.prepared.plan
         while self.followed < len(plan.shards):
             actions = [mine[self.followed] for mine in self.found]
