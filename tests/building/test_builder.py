@@ -12,7 +12,7 @@ from zgstore.building.estimator import estimate, points
 from zgstore.building.inputs import read_inputs
 from zgstore.building.recipe import load_recipe
 from zgstore.errors import Conflict, Interrupted, Invalid, NonFinite, Refused
-from zgstore.format.manifest import all_u64
+from zgstore.format.fields import all_u64
 from zgstore.format.tensorfile import decode
 from zgstore.storage.store import Store
 

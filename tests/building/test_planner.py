@@ -15,8 +15,10 @@ from zgstore.building.planner import (
     shards_of,
 )
 from zgstore.building.recipe import load_recipe
+from zgstore.format.action import Action
 from zgstore.format.digest import digest_of
-from zgstore.format.manifest import Action, Blob, Column, Pins
+from zgstore.format.manifest import Column, Pins
+from zgstore.format.pages import Blob
 
 TEACHER = TeacherIdentity(b"m" * 32, b"s" * 32, {"tf32": False, "compute": ["float32"]}, {"device": "cpu"}, "measured")
 

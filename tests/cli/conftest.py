@@ -19,7 +19,8 @@ from zgstore.cli.console import Screen
 from zgstore.cli.main import main
 from zgstore.format.blobheader import lay_out
 from zgstore.format.digest import Digest, digest_of
-from zgstore.format.manifest import Blob, Column, LeafPage, Pins, Record, RootPage, Shard, Snapshot, rows_tree
+from zgstore.format.manifest import Column, Pins, Record, Snapshot
+from zgstore.format.pages import Blob, LeafPage, RootPage, Shard, rows_tree
 from zgstore.storage.store import Store
 
 ROWS = 4

@@ -19,21 +19,10 @@ from pathlib import Path
 import torch
 
 from zgstore.format import tensorfile
+from zgstore.format.action import Action
 from zgstore.format.digest import Digest, digest_of
-from zgstore.format.manifest import (
-    Action,
-    Blob,
-    Column,
-    Constant,
-    Dropped,
-    LeafPage,
-    Pins,
-    Record,
-    RootPage,
-    Shard,
-    Snapshot,
-    rows_tree,
-)
+from zgstore.format.manifest import Column, Constant, Pins, Record, Snapshot
+from zgstore.format.pages import Blob, Dropped, LeafPage, RootPage, Shard, rows_tree
 from zgstore.storage.memos import platform_tag
 from zgstore.storage.store import Session, Store
 

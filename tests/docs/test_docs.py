@@ -18,7 +18,7 @@ import torch
 import zgstore
 from zgstore import errors
 from zgstore.cli import main as command
-from zgstore.format import manifest
+from zgstore.format import action, manifest, pages
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -185,7 +185,7 @@ def test_the_reference_names_every_argument_of_every_function():
 
 def test_the_reference_has_every_field_of_the_format():
     text = text_of("docs/reference/format-v1.md")
-    source = Path(manifest.__file__).read_text(encoding="utf-8")
+    source = "\n\n\n".join(Path(each.__file__).read_text(encoding="utf-8") for each in (manifest, pages, action))
     encoders = "".join(re.findall(r"def (?:encode|as_value)\(self\).*?(?=\n    def|\n    @|\n\n\n)", source, re.DOTALL))
     fields = set(re.findall(r'"([a-z_]+)":', encoders))
     assert {"snapshot", "left_out_reasons", "nonfinite", "columns"} <= fields

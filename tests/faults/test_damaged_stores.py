@@ -12,7 +12,8 @@ from zgstore.errors import ZgError
 from zgstore.format.blobheader import lay_out
 from zgstore.format.canonical import encode
 from zgstore.format.digest import Digest, digest_of
-from zgstore.format.manifest import Column, RowsRoot
+from zgstore.format.manifest import Column
+from zgstore.format.pages import RowsRoot
 from zgstore.storage.store import Store
 from zgstore.upkeep import collector
 from zgstore.upkeep.verifier import verify

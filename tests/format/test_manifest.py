@@ -10,25 +10,10 @@ from hypothesis import strategies as st
 
 from zgstore.errors import Corrupt, Invalid
 from zgstore.format import canonical
+from zgstore.format.action import Action, decode_sealed, encode_sealed
 from zgstore.format.digest import Digest, digest_of
-from zgstore.format.manifest import (
-    Action,
-    Blob,
-    Column,
-    Constant,
-    Dropped,
-    LeafPage,
-    Pins,
-    Record,
-    RootPage,
-    RowsPage,
-    RowsRoot,
-    Shard,
-    Snapshot,
-    decode_sealed,
-    encode_sealed,
-    rows_tree,
-)
+from zgstore.format.manifest import Column, Constant, Pins, Record, Snapshot
+from zgstore.format.pages import Blob, Dropped, LeafPage, RootPage, RowsPage, RowsRoot, Shard, rows_tree
 
 DIGESTS = st.binary(min_size=32, max_size=32).map(Digest)
 SIZES = st.integers(0, (1 << 64) - 1)

@@ -10,20 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from zgstore.format.action import Action
 from zgstore.format.digest import Digest, digest_of
-from zgstore.format.manifest import (
-    Action,
-    Blob,
-    Column,
-    Constant,
-    Dropped,
-    LeafPage,
-    Pins,
-    RootPage,
-    Shard,
-    Snapshot,
-    rows_tree,
-)
+from zgstore.format.manifest import Column, Constant, Pins, Snapshot
+from zgstore.format.pages import Blob, Dropped, LeafPage, RootPage, Shard, rows_tree
 from zgstore.format.tensorfile import decode, encode
 
 HERE = Path(__file__).parent

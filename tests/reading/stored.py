@@ -9,18 +9,8 @@ import torch
 from torch import Tensor
 
 from zgstore.format.digest import Digest, digest_of
-from zgstore.format.manifest import (
-    Blob,
-    Column,
-    Constant,
-    Dropped,
-    LeafPage,
-    Pins,
-    RootPage,
-    Shard,
-    Snapshot,
-    rows_tree,
-)
+from zgstore.format.manifest import Column, Constant, Pins, Snapshot
+from zgstore.format.pages import Blob, Dropped, LeafPage, RootPage, Shard, rows_tree
 from zgstore.format.tensorfile import NAME_OF, encode
 from zgstore.storage.store import Store
 

@@ -12,7 +12,8 @@ from stored import blob_of, dense, make_store
 from zgstore.building import lockfile
 from zgstore.errors import Interrupted, Invalid, NotFound
 from zgstore.format.digest import digest_of
-from zgstore.format.manifest import Column, LeafPage, Pins, RootPage, Shard, Snapshot, rows_tree
+from zgstore.format.manifest import Column, Pins, Snapshot
+from zgstore.format.pages import LeafPage, RootPage, Shard, rows_tree
 from zgstore.reading.opening import follow, read
 from zgstore.reading.reader import Reader
 from zgstore.reading.sampler import Sampler

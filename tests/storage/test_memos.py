@@ -2,8 +2,9 @@ import pytest
 from tiny import COLUMNS
 
 from zgstore.errors import Corrupt, Invalid
+from zgstore.format.action import Action
 from zgstore.format.digest import digest_of
-from zgstore.format.manifest import Action, Blob, Shard
+from zgstore.format.pages import Blob, Shard
 from zgstore.storage.memos import platform_tag
 
 KEY = digest_of("action", b"key")

@@ -6,7 +6,8 @@ from tiny import blobs_of, keep, publish, write
 
 from zgstore.errors import Conflict, Invalid, Missing, NoSpace, Transient
 from zgstore.format.digest import Digest, digest_of
-from zgstore.format.manifest import Blob, Record
+from zgstore.format.manifest import Record
+from zgstore.format.pages import Blob
 from zgstore.storage.leases import Lease
 from zgstore.storage.objects import Objects
 from zgstore.storage.refs import Refs

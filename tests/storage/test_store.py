@@ -10,7 +10,8 @@ from tiny import blobs_of, keep, publish, write
 
 from zgstore.errors import Conflict, Corrupt, Invalid, Missing, NoSpace, NotFound, Partial
 from zgstore.format.digest import digest_of
-from zgstore.format.manifest import Record, Shard
+from zgstore.format.manifest import Record
+from zgstore.format.pages import Shard
 from zgstore.storage import partials
 from zgstore.storage import store as store_module
 from zgstore.storage.store import Store

@@ -1,7 +1,8 @@
 """Snapshots of a few bytes, as a builder would publish them."""
 
 from zgstore.format.digest import digest_of
-from zgstore.format.manifest import Column, LeafPage, Pins, Record, RootPage, Shard, Snapshot, rows_tree
+from zgstore.format.manifest import Column, Pins, Record, Snapshot
+from zgstore.format.pages import LeafPage, RootPage, Shard, rows_tree
 
 COLUMNS = (
     Column("h.0", "boundary", "F32", "raw", (2,), 0),

@@ -4,21 +4,11 @@ import os
 import struct
 import time
 
+from zgstore.format.action import Action
 from zgstore.format.blobheader import lay_out
 from zgstore.format.digest import digest_of
-from zgstore.format.manifest import (
-    Action,
-    Column,
-    Constant,
-    Dropped,
-    LeafPage,
-    Pins,
-    Record,
-    RootPage,
-    Shard,
-    Snapshot,
-    rows_tree,
-)
+from zgstore.format.manifest import Column, Constant, Pins, Record, Snapshot
+from zgstore.format.pages import Dropped, LeafPage, RootPage, Shard, rows_tree
 
 ROWS = 3
 COLUMNS = (

@@ -8,19 +8,8 @@ import torch
 
 from zgstore.format import tensorfile
 from zgstore.format.digest import Digest, digest_of
-from zgstore.format.manifest import (
-    Blob,
-    Column,
-    Constant,
-    Dropped,
-    LeafPage,
-    Pins,
-    Record,
-    RootPage,
-    Shard,
-    Snapshot,
-    rows_tree,
-)
+from zgstore.format.manifest import Column, Constant, Pins, Record, Snapshot
+from zgstore.format.pages import Blob, Dropped, LeafPage, RootPage, Shard, rows_tree
 from zgstore.storage.store import Store
 
 WIDTH = 8

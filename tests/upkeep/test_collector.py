@@ -18,7 +18,7 @@ from tests.upkeep.bare_stores import (
 )
 from zgstore.errors import Busy, Corrupt, Missing, Refused
 from zgstore.format.digest import Digest
-from zgstore.format.manifest import RowsRoot
+from zgstore.format.pages import RowsRoot
 from zgstore.storage import partials
 from zgstore.storage.store import Store
 from zgstore.upkeep import collector

@@ -10,7 +10,7 @@ import small_stores as small
 import torch
 
 from zgstore.errors import Conflict, Corrupt, Invalid, Missing, NoSpace, NotFound, Partial
-from zgstore.format.manifest import Dropped
+from zgstore.format.pages import Dropped
 from zgstore.storage import partials
 from zgstore.storage.store import Store
 from zgstore.upkeep.copier import copy, plan_copy

@@ -12,7 +12,9 @@ import small_stores as small
 import torch
 
 from zgstore.errors import Corrupt, NotFound
-from zgstore.format.manifest import Column, Dropped, all_digests
+from zgstore.format.fields import all_digests
+from zgstore.format.manifest import Column
+from zgstore.format.pages import Dropped
 from zgstore.storage.store import Store
 from zgstore.upkeep.differ import Change, Counts, diff
 

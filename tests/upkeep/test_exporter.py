@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from zgstore.errors import Corrupt, Invalid, NoSpace, Partial
 from zgstore.format.digest import digest_of
-from zgstore.format.manifest import Column, Dropped
+from zgstore.format.manifest import Column
+from zgstore.format.pages import Dropped
 from zgstore.storage.store import Store
 from zgstore.upkeep.copier import copy
 from zgstore.upkeep.exporter import export

@@ -14,7 +14,8 @@ from zgstore.building.rows import row_digests
 from zgstore.errors import Corrupt, Invalid, Missing, NonFinite, ZgError
 from zgstore.format import tensorfile
 from zgstore.format.digest import Digest
-from zgstore.format.manifest import Column, Dropped, RowsPage, RowsRoot
+from zgstore.format.manifest import Column
+from zgstore.format.pages import Dropped, RowsPage, RowsRoot
 from zgstore.storage.store import Store
 from zgstore.upkeep.exporter import export
 from zgstore.upkeep.importer import import_safetensors, import_zerograph

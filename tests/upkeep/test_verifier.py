@@ -8,7 +8,7 @@ import pytest
 from tests.upkeep.bare_stores import objects_in, publish
 from zgstore.errors import Corrupt, Invalid, Missing, NotFound
 from zgstore.format.digest import Digest
-from zgstore.format.manifest import RootPage
+from zgstore.format.pages import RootPage
 from zgstore.storage import partials
 from zgstore.storage.store import Store
 from zgstore.upkeep import collector

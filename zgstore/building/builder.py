@@ -45,8 +45,11 @@ from zgstore.building.recipe import Recipe, load_recipe
 from zgstore.building.rehearsal import already_there, compare, is_of, known_bytes, lock_of, rehearse
 from zgstore.building.report import BuildReport
 from zgstore.errors import Invalid
+from zgstore.format.action import Action
 from zgstore.format.digest import Digest
-from zgstore.format.manifest import Action, Column, Record, Shard, Snapshot, pack_u64
+from zgstore.format.fields import pack_u64
+from zgstore.format.manifest import Column, Record, Snapshot
+from zgstore.format.pages import Shard
 from zgstore.storage.builds import BuildFile
 from zgstore.storage.memos import platform_tag
 from zgstore.storage.store import Session, Store

@@ -23,7 +23,8 @@ from zgstore.building.teacher import Measured, arithmetic, device_of, difference
 from zgstore.errors import Corrupt, Missing, Refused
 from zgstore.format import canonical
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
-from zgstore.format.manifest import ROWS_PER_PAGE, RowsPage, RowsRoot, nth_digest, rows_tree
+from zgstore.format.fields import nth_digest
+from zgstore.format.pages import ROWS_PER_PAGE, RowsPage, RowsRoot, rows_tree
 from zgstore.storage.index import FileDigest
 from zgstore.storage.objects import Stat
 from zgstore.storage.store import Store

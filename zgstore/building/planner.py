@@ -15,8 +15,9 @@ from zgstore.building.recall import Found, recall, shard_name
 from zgstore.building.recipe import Recipe
 from zgstore.building.rows import ID
 from zgstore.format import canonical
+from zgstore.format.action import Action
 from zgstore.format.digest import Digest, digest_of
-from zgstore.format.manifest import Action, Column, Pins
+from zgstore.format.manifest import Column, Pins
 from zgstore.storage.memos import platform_tag
 from zgstore.storage.store import Store
 

@@ -26,7 +26,8 @@ from zgstore.building.recipe import Recipe
 from zgstore.errors import Invalid
 from zgstore.format import canonical
 from zgstore.format.digest import Digest, digest_of
-from zgstore.format.manifest import Constant, Pins, all_u64
+from zgstore.format.fields import all_u64
+from zgstore.format.manifest import Constant, Pins
 from zgstore.storage.store import Session, Store
 
 UNKNOWN: Final = TeacherIdentity(bytes(32), bytes(32), {}, ANY_PLATFORM, "unknown")

@@ -16,20 +16,8 @@ from zgstore.building.planner import BuildPlan, Wanted
 from zgstore.building.recall import Found
 from zgstore.errors import Conflict, Invalid, NonFinite
 from zgstore.format.digest import Digest, digest_of
-from zgstore.format.manifest import (
-    SHARDS_PER_LEAF,
-    Blob,
-    Column,
-    Constant,
-    Dropped,
-    LeafPage,
-    Record,
-    RootPage,
-    RowsPage,
-    RowsRoot,
-    Shard,
-    Snapshot,
-)
+from zgstore.format.manifest import Column, Constant, Record, Snapshot
+from zgstore.format.pages import SHARDS_PER_LEAF, Blob, Dropped, LeafPage, RootPage, RowsPage, RowsRoot, Shard
 from zgstore.storage.refs import Expectation
 from zgstore.storage.store import Session, Store
 

@@ -13,8 +13,10 @@ from typing import Any, Final, NamedTuple, Self
 
 from zgstore.errors import Corrupt, Invalid
 from zgstore.format import canonical
+from zgstore.format.action import Action
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
-from zgstore.format.manifest import Action, Blob, all_u64, pack_u64
+from zgstore.format.fields import all_u64, pack_u64
+from zgstore.format.pages import Blob
 from zgstore.storage.memos import Memos
 
 _STATISTICS: Final = ("rms", "min", "max", "error")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from zgstore.building.sections import Section, Target, inside, nearest, override, read_toml
+from zgstore.building.sections import Section, Target, inside, nearest
 from zgstore.errors import Invalid
 from zgstore.format import canonical
 from zgstore.format.manifest import CODECS, DTYPES
@@ -206,9 +206,9 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         Invalid: if the file is not there, is not TOML, or says something a recipe may not.
     """
     path = Path(path).absolute()
-    value = read_toml(path, kind="recipe", hint="`zgstore init --example chat` writes one")
+    value = Section.read(path, kind="recipe", hint="`zgstore init --example chat` writes one")
     for key, replacement in (overrides or {}).items():
-        override(value, key, replacement)
+        Section.override(value, key, replacement)
     return Recipe.parse(value, path=path)
 
 

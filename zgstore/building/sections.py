@@ -169,41 +169,41 @@ class Section:
             if key not in self._known:
                 self.fail(key, f"is not a key of a {self.kind}", nearest(key, self._known) or "remove it")
 
+    @staticmethod
+    def read(path: Path, *, kind: str, hint: str) -> dict[str, Any]:
+        """A TOML file as a mapping.
+
+        Raises:
+            Invalid: if it is not there, or not TOML.
+        """
+        try:
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            raise Invalid(f"there is no {kind} {path}", hint=hint) from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise Invalid(f"{path} is not TOML: {error}", hint="correct the line it names") from error
+
+    @staticmethod
+    def override(value: dict[str, Any], key: str, replacement: Any) -> None:
+        """Set a dotted key, quoted where a name has dots as in TOML, making the tables that it goes through."""
+        try:
+            place: Any = tomllib.loads(f"{key} = 0")
+        except tomllib.TOMLDecodeError as error:
+            raise Invalid(f"{key!r} is not a key", hint="write it as TOML does: storage.batches_per_shard") from error
+        while True:
+            ((part, rest),) = place.items()
+            if not isinstance(rest, dict):
+                value[part] = replacement
+                return
+            inner = value.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise Invalid(f"{key!r} goes through {part!r}, which is no table", hint="name a key of a table")
+            value, place = inner, rest
+
 
 def nearest(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else ""
-
-
-def read_toml(path: Path, *, kind: str, hint: str) -> dict[str, Any]:
-    """A TOML file as a mapping.
-
-    Raises:
-        Invalid: if it is not there, or not TOML.
-    """
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-        raise Invalid(f"there is no {kind} {path}", hint=hint) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise Invalid(f"{path} is not TOML: {error}", hint="correct the line it names") from error
-
-
-def override(value: dict[str, Any], key: str, replacement: Any) -> None:
-    """Set a dotted key, quoted where a name has dots as in TOML, making the tables that it goes through."""
-    try:
-        place: Any = tomllib.loads(f"{key} = 0")
-    except tomllib.TOMLDecodeError as error:
-        raise Invalid(f"{key!r} is not a key", hint="write it as TOML does: storage.batches_per_shard") from error
-    while True:
-        ((part, rest),) = place.items()
-        if not isinstance(rest, dict):
-            value[part] = replacement
-            return
-        inner = value.setdefault(part, {})
-        if not isinstance(inner, dict):
-            raise Invalid(f"{key!r} goes through {part!r}, which is no table", hint="name a key of a table")
-        value, place = inner, rest
 
 
 # ---- the import path ----

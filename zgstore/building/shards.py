@@ -22,7 +22,8 @@ from zgstore.building.statistics import Statistics, stats
 from zgstore.errors import Invalid
 from zgstore.format.blobheader import BlobHeader
 from zgstore.format.digest import Digest
-from zgstore.format.manifest import Blob, Column
+from zgstore.format.manifest import Column
+from zgstore.format.pages import Blob
 from zgstore.format.tensorfile import TORCH_OF, as_bytes, dtype_name, int8_encode, layout_of_column, offsets_of
 from zgstore.storage.drafts import Draft
 from zgstore.storage.store import Session

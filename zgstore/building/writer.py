@@ -24,8 +24,11 @@ from zgstore.building.rows import SampleBatch, join, row_digests
 from zgstore.building.shards import ShardDraft
 from zgstore.errors import Invalid
 from zgstore.format import canonical
+from zgstore.format.action import Action
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
-from zgstore.format.manifest import CODECS, Action, Column, Constant, Pins, Record, nth_digest, rows_tree
+from zgstore.format.fields import nth_digest
+from zgstore.format.manifest import CODECS, Column, Constant, Pins, Record
+from zgstore.format.pages import rows_tree
 from zgstore.storage.memos import platform_tag
 from zgstore.storage.refs import ANY, Expectation
 from zgstore.storage.store import Session, Store

@@ -1,25 +1,21 @@
-"""Pins, columns, pages, snapshots, records and actions as values.
+"""Pins, columns, snapshots and records as values.
 
 Each value has ``encode()``, the canonical bytes that its digest is taken of, and a ``decode`` class method that
-refuses what FORMAT 1 does not allow. Fixed-width fields that belong to many shards are kept as the ``bin`` they are
-on disk: a page is used whole far more often than by the shard.
+refuses what FORMAT 1 does not allow.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Self
 
-from zgstore.errors import Corrupt, Invalid
+from zgstore.errors import Invalid
 from zgstore.format import canonical
-from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
+from zgstore.format.digest import Digest, digest_of
+from zgstore.format.fields import FORMAT, broken, checked_fields, fixed_width, of_kind
 
-FORMAT: Final = 1
 KNOWN_FEATURES: Final[frozenset[str]] = frozenset()
-SHARDS_PER_LEAF: Final = 1024
-ROWS_PER_PAGE: Final = 1 << 16
 ROLES: Final = ("boundary", "output", "context")
 CODECS: Final = ("raw", "int8")
 DTYPES: Final = {  # the safetensors names, with the bytes of one element
@@ -89,13 +85,13 @@ class Column:
 
     @classmethod
     def from_value(cls, value: Any) -> Self:
-        fields = _fields("column", value, name=str, role=str, dtype=str, codec=str, shape=list)
+        fields = checked_fields("column", value, name=str, role=str, dtype=str, codec=str, shape=list)
         depth = value.get("depth")
         shape = tuple(fields["shape"])
         if not all(size is None or (type(size) is int and size >= 0) for size in shape) or None in shape[1:]:
-            raise _bad("column", f"shape {list(shape)}")
+            raise broken("column", f"shape {list(shape)}")
         if not (depth is None or type(depth) is int):
-            raise _bad("column", f"depth {depth!r}")
+            raise broken("column", f"depth {depth!r}")
         return cls(fields["name"], fields["role"], fields["dtype"], fields["codec"], shape, depth)
 
 
@@ -120,233 +116,11 @@ class Constant:
 
     @classmethod
     def from_value(cls, value: Any) -> Self:
-        fields = _fields("constant", value, name=str, dtype=str, shape=list, blob=bytes, size=int)
+        fields = checked_fields("constant", value, name=str, dtype=str, shape=list, blob=bytes, size=int)
         return cls(
-            fields["name"], fields["dtype"], tuple(fields["shape"]), Digest(_wide("constant", fields["blob"], 1)),
+            fields["name"], fields["dtype"], tuple(fields["shape"]), Digest(fixed_width("constant", fields["blob"], 1)),
             fields["size"],
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Blob:
-    """A blob by name and size."""
-
-    digest: Digest
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One row of a leaf page.
-
-    Args:
-        rows: Rows in each of its blobs.
-        inputs: Digest of its input rows: kind ``batch`` over the batch digests joined.
-        blobs: One for each column, in the snapshot's order.
-    """
-
-    rows: int
-    inputs: Digest
-    blobs: tuple[Blob, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LeafPage:
-    """At most 1024 shards, field by field; u64 and digests little-endian and raw in one ``bin`` each."""
-
-    KIND: ClassVar[str] = "page"
-    rows: bytes
-    inputs: bytes
-    blobs: tuple[bytes, ...]
-    sizes: tuple[bytes, ...]
-
-    def __len__(self) -> int:
-        return len(self.rows) // 8
-
-    @classmethod
-    def of(cls, shards: Sequence[Shard], *, columns: int) -> Self:
-        return cls(
-            rows=pack_u64([shard.rows for shard in shards]),
-            inputs=b"".join(shard.inputs.raw for shard in shards),
-            blobs=tuple(b"".join(shard.blobs[c].digest.raw for shard in shards) for c in range(columns)),
-            sizes=tuple(pack_u64([shard.blobs[c].size for shard in shards]) for c in range(columns)),
-        )
-
-    def shard(self, index: int) -> Shard:
-        return Shard(
-            rows=unpack_u64(self.rows, index),
-            inputs=nth_digest(self.inputs, index),
-            blobs=tuple(
-                Blob(nth_digest(blobs, index), unpack_u64(sizes, index))
-                for blobs, sizes in zip(self.blobs, self.sizes, strict=True)
-            ),
-        )
-
-    def encode(self) -> bytes:
-        return canonical.encode(
-            {
-                "kind": "leaf",
-                "rows": self.rows,
-                "inputs": self.inputs,
-                "blobs": list(self.blobs),
-                "sizes": list(self.sizes),
-            }
-        )
-
-    @classmethod
-    def decode(cls, body: bytes) -> Self:
-        value = _of_kind("leaf", canonical.decode(body, what="leaf page"))
-        fields = _fields("leaf page", value, rows=bytes, inputs=bytes, blobs=list, sizes=list)
-        count = len(fields["rows"]) // 8
-        if not 0 < count <= SHARDS_PER_LEAF or len(fields["rows"]) % 8:
-            raise _bad("leaf page", f"{len(fields['rows'])} bytes of row counts")
-        if len(fields["blobs"]) != len(fields["sizes"]):
-            raise _bad("leaf page", "as many columns of blobs as of sizes are needed")
-        _wide("leaf page", fields["inputs"], count)
-        for blobs, sizes in zip(fields["blobs"], fields["sizes"], strict=True):
-            _wide("leaf page", blobs, count)
-            _wide("leaf page", sizes, count, each=8)
-        return cls(fields["rows"], fields["inputs"], tuple(fields["blobs"]), tuple(fields["sizes"]))
-
-
-@dataclass(frozen=True, slots=True)
-class RootPage:
-    """The leaves of a snapshot, with each one's shards, rows and bytes by column."""
-
-    KIND: ClassVar[str] = "page"
-    leaves: bytes
-    shards: bytes
-    rows: bytes
-    column_bytes: tuple[bytes, ...]
-
-    def __len__(self) -> int:
-        return len(self.leaves) // DIGEST_BYTES
-
-    @classmethod
-    def of(cls, leaves: Sequence[tuple[Digest, LeafPage]], *, columns: int) -> Self:
-        return cls(
-            leaves=b"".join(digest.raw for digest, _ in leaves),
-            shards=pack_u64([len(leaf) for _, leaf in leaves]),
-            rows=pack_u64([sum(all_u64(leaf.rows)) for _, leaf in leaves]),
-            column_bytes=tuple(pack_u64([sum(all_u64(leaf.sizes[c])) for _, leaf in leaves]) for c in range(columns)),
-        )
-
-    def encode(self) -> bytes:
-        return canonical.encode(
-            {
-                "kind": "root",
-                "leaves": self.leaves,
-                "shards": self.shards,
-                "rows": self.rows,
-                "bytes": list(self.column_bytes),
-            }
-        )
-
-    @classmethod
-    def decode(cls, body: bytes) -> Self:
-        value = _of_kind("root", canonical.decode(body, what="root page"))
-        fields = _fields("root page", value, leaves=bytes, shards=bytes, rows=bytes, bytes=list)
-        if len(fields["leaves"]) % DIGEST_BYTES:
-            raise _bad("root page", f"{len(fields['leaves'])} bytes of leaves")
-        count = len(fields["leaves"]) // DIGEST_BYTES
-        for each in (fields["shards"], fields["rows"], *fields["bytes"]):
-            _wide("root page", each, count, each=8)
-        return cls(fields["leaves"], fields["shards"], fields["rows"], tuple(fields["bytes"]))
-
-
-@dataclass(frozen=True, slots=True)
-class RowsPage:
-    """At most 2**16 row digests, in stream order."""
-
-    KIND: ClassVar[str] = "page"
-    digests: bytes
-
-    def encode(self) -> bytes:
-        return canonical.encode({"kind": "rows", "digests": self.digests})
-
-    @classmethod
-    def decode(cls, body: bytes) -> Self:
-        value = _of_kind("rows", canonical.decode(body, what="rows page"))
-        digests = _fields("rows page", value, digests=bytes)["digests"]
-        if len(digests) % DIGEST_BYTES or not 0 < len(digests) <= ROWS_PER_PAGE * DIGEST_BYTES:
-            raise _bad("rows page", f"{len(digests)} bytes of row digests")
-        return cls(digests)
-
-
-@dataclass(frozen=True, slots=True)
-class RowsRoot:
-    """The row pages of a data stream; its digest is the data digest."""
-
-    KIND: ClassVar[str] = "page"
-    pages: bytes
-    count: int
-
-    def encode(self) -> bytes:
-        return canonical.encode({"kind": "rows-root", "pages": self.pages, "count": self.count})
-
-    @classmethod
-    def decode(cls, body: bytes) -> Self:
-        value = _of_kind("rows-root", canonical.decode(body, what="rows root page"))
-        fields = _fields("rows root page", value, pages=bytes, count=int)
-        _wide("rows root page", fields["pages"], -(-fields["count"] // ROWS_PER_PAGE))
-        return cls(fields["pages"], fields["count"])
-
-
-def rows_tree(digests: bytes) -> tuple[RowsRoot, list[RowsPage]]:
-    """The Merkle tree over row digests joined (32 bytes each, stream order): the root and its pages."""
-    step = ROWS_PER_PAGE * DIGEST_BYTES
-    pages = [RowsPage(digests[at : at + step]) for at in range(0, len(digests), step)]
-    names = b"".join(digest_of("page", page.encode()).raw for page in pages)
-    return RowsRoot(names, len(digests) // DIGEST_BYTES), pages
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """Rows that readers skip, and rows that never entered.
-
-    Args:
-        masked: Positions (rows counted over the blobs, ascending) of rows that are stored but skipped.
-        masked_reasons: Why, one for each.
-        left_out: Stream indices (ascending) of rows that an extractor left out, so that no blob has them.
-        left_out_reasons: Why, one for each.
-    """
-
-    KIND: ClassVar[str] = "page"
-    masked: tuple[int, ...] = ()
-    masked_reasons: tuple[str, ...] = ()
-    left_out: tuple[int, ...] = ()
-    left_out_reasons: tuple[str, ...] = ()
-
-    def encode(self) -> bytes:
-        reasons = sorted({*self.masked_reasons, *self.left_out_reasons})
-        number = {reason: at for at, reason in enumerate(reasons)}
-        return canonical.encode(
-            {
-                "kind": "dropped",
-                "reasons": reasons,
-                "masked": pack_u64(self.masked),
-                "masked_reasons": pack_u64([number[reason] for reason in self.masked_reasons]),
-                "left_out": pack_u64(self.left_out),
-                "left_out_reasons": pack_u64([number[reason] for reason in self.left_out_reasons]),
-            }
-        )
-
-    @classmethod
-    def decode(cls, body: bytes) -> Self:
-        value = _of_kind("dropped", canonical.decode(body, what="dropped page"))
-        fields = _fields(
-            "dropped page", value, reasons=list, masked=bytes, masked_reasons=bytes, left_out=bytes,
-            left_out_reasons=bytes,
-        )  # fmt: skip
-        parts: list[Any] = []
-        for rows, why in (("masked", "masked_reasons"), ("left_out", "left_out_reasons")):
-            _wide("dropped page", fields[why], len(fields[rows]) // 8, each=8)
-            _wide("dropped page", fields[rows], len(fields[rows]) // 8, each=8)
-            numbers = all_u64(fields[why])
-            if any(number >= len(fields["reasons"]) for number in numbers):
-                raise _bad("dropped page", "a reason it does not list")
-            parts += [all_u64(fields[rows]), tuple(fields["reasons"][number] for number in numbers)]
-        return cls(*parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,15 +186,15 @@ class Snapshot:
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        value = _of_kind("snapshot", canonical.decode(body, what="snapshot"))
-        fields = _fields(
+        value = of_kind("snapshot", canonical.decode(body, what="snapshot"))
+        fields = checked_fields(
             "snapshot", value, format=int, requires=list, teacher=dict, data=dict, capture=dict, columns=list,
             constants=list, cut=int, samples=int, root=bytes,
         )  # fmt: skip
         check_features("snapshot", fields["format"], fields["requires"])
         columns = tuple(Column.from_value(each) for each in fields["columns"])
         if len({column.name for column in columns}) != len(columns):
-            raise _bad("snapshot", "two columns of one name")
+            raise broken("snapshot", "two columns of one name")
         dropped = value.get("dropped")
         return cls(
             pins=Pins(fields["teacher"], fields["data"], fields["capture"]),
@@ -428,8 +202,8 @@ class Snapshot:
             constants=tuple(Constant.from_value(each) for each in fields["constants"]),
             cut=fields["cut"],
             samples=fields["samples"],
-            dropped=None if dropped is None else Digest(_wide("snapshot", dropped, 1)),
-            root=Digest(_wide("snapshot", fields["root"], 1)),
+            dropped=None if dropped is None else Digest(fixed_width("snapshot", dropped, 1)),
+            root=Digest(fixed_width("snapshot", fields["root"], 1)),
             requires=tuple(fields["requires"]),
         )
 
@@ -462,93 +236,9 @@ class Record:
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        value = _of_kind("record", canonical.decode(body, what="record"))
-        fields = _fields("record", value, snapshot=bytes, time_seconds=float, fields=dict)
-        return cls(Digest(_wide("record", fields["snapshot"], 1)), fields["time_seconds"], fields["fields"])
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """The memo of one column of one shard.
-
-    Args:
-        key: Digest of everything the blob is a function of.
-        blob: What came out.
-        rows: Rows in the blob.
-        dtype: The column's dtype, as in ``Column``.
-        shape: The column's shape, as in ``Column``.
-        platform: torch version, device model, CPU capability.
-        nonfinite: Rows of the blob (ascending) that hold NaN or Inf where numbers were promised.
-        statistics: ``rms``, ``min``, ``max`` and, under int8, ``error``: floats. Not part of any identity.
-        seconds: Teacher time spent on it.
-    """
-
-    KIND: ClassVar[str] = "action"
-    key: Digest
-    blob: Blob
-    rows: int
-    dtype: str
-    shape: tuple[int | None, ...]
-    platform: Mapping[str, str]
-    nonfinite: tuple[int, ...] = ()
-    statistics: Mapping[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    def encode(self) -> bytes:
-        """The body and, after it, its own digest: actions are not synced, and a torn one must be seen."""
-        body = canonical.encode(
-            {
-                "kind": "action",
-                "key": self.key.raw,
-                "blob": self.blob.digest.raw,
-                "size": self.blob.size,
-                "rows": self.rows,
-                "dtype": self.dtype,
-                "shape": list(self.shape),
-                "platform": self.platform,
-                "nonfinite": pack_u64(self.nonfinite),
-                "statistics": self.statistics,
-                "seconds": float(self.seconds),
-            }
-        )
-        return body + digest_of("action", body).raw
-
-    @classmethod
-    def decode(cls, content: bytes) -> Self:
-        value = _of_kind("action", decode_sealed("action", content))
-        fields = _fields(
-            "action", value, key=bytes, blob=bytes, size=int, rows=int, dtype=str, shape=list, platform=dict,
-            nonfinite=bytes, statistics=dict, seconds=float,
-        )  # fmt: skip
-        return cls(
-            key=Digest(_wide("action", fields["key"], 1)),
-            blob=Blob(Digest(_wide("action", fields["blob"], 1)), fields["size"]),
-            rows=fields["rows"],
-            dtype=fields["dtype"],
-            shape=tuple(fields["shape"]),
-            platform=fields["platform"],
-            nonfinite=all_u64(fields["nonfinite"]),
-            statistics=fields["statistics"],
-            seconds=fields["seconds"],
-        )
-
-
-def encode_sealed(kind: str, value: Mapping[str, Any]) -> bytes:
-    """Canonical bytes followed by their own digest: for files that are named by a key and not by their content."""
-    body = canonical.encode(value)
-    return body + digest_of(kind, body).raw
-
-
-def decode_sealed(kind: str, content: bytes) -> Any:
-    """The value of a sealed file.
-
-    Raises:
-        Corrupt: if it is torn, or not canonical.
-    """
-    body, seal = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
-    if len(content) <= DIGEST_BYTES or digest_of(kind, body).raw != seal:
-        raise _bad(kind, "its bytes do not match its own digest")
-    return canonical.decode(body, what=kind)
+        value = of_kind("record", canonical.decode(body, what="record"))
+        fields = checked_fields("record", value, snapshot=bytes, time_seconds=float, fields=dict)
+        return cls(Digest(fixed_width("record", fields["snapshot"], 1)), fields["time_seconds"], fields["fields"])
 
 
 def check_features(what: str, number: int, requires: Sequence[str]) -> None:
@@ -559,55 +249,3 @@ def check_features(what: str, number: int, requires: Sequence[str]) -> None:
         raise Invalid(
             f"this {what} needs {needs}, which this version does not know", hint="use a newer zgstore to read it"
         )
-
-
-def pack_u64(numbers: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(numbers)}Q", *numbers)
-
-
-def all_u64(packed: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(packed) // 8}Q", packed)
-
-
-def unpack_u64(packed: bytes, index: int) -> int:
-    return int(struct.unpack_from("<Q", packed, 8 * index)[0])
-
-
-def nth_digest(packed: bytes, index: int) -> Digest:
-    return Digest(packed[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)])
-
-
-def all_digests(packed: bytes) -> Iterator[Digest]:
-    for at in range(0, len(packed), DIGEST_BYTES):
-        yield Digest(packed[at : at + DIGEST_BYTES])
-
-
-def _bad(what: str, why: str) -> Corrupt:
-    return Corrupt(
-        f"a {what} breaks format {FORMAT}: {why}",
-        hint="run `zgstore verify` to see what it hurts and what mends it",
-        object=what,
-        expected=f"a {what} of format {FORMAT}",
-        actual=why,
-    )
-
-
-def _of_kind(kind: str, value: Any) -> Any:
-    if not isinstance(value, dict) or value.get("kind") != kind:
-        raise _bad(kind, f"its kind is {value.get('kind')!r}" if isinstance(value, dict) else "it is no map")
-    return value
-
-
-def _fields(what: str, value: Any, **types: type) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _bad(what, "it is no map")
-    for name, kind in types.items():
-        if type(value.get(name)) is not kind:
-            raise _bad(what, f"{name} is {value.get(name)!r:.40}, not {kind.__name__}")
-    return {name: value[name] for name in types}
-
-
-def _wide(what: str, packed: Any, count: int, *, each: int = DIGEST_BYTES) -> bytes:
-    if not isinstance(packed, bytes) or len(packed) != count * each:
-        raise _bad(what, f"a field is not {count} × {each} bytes")
-    return packed

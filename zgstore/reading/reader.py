@@ -107,6 +107,11 @@ class Reader(Dataset[dict[str, Tensor]]):
         return self._table.plan.build
 
     @property
+    def shards(self) -> int:
+        """Shards there are; more, as a build grows."""
+        return len(self._table.plan.shard_rows)
+
+    @property
     def data_digest(self) -> str:
         """The digest of the data stream, of which a sampler's order is a function."""
         return self._table.plan.data

@@ -27,7 +27,8 @@ from zgstore.building.recipe import Recipe, load_recipe
 from zgstore.building.rows import SampleBatch
 from zgstore.errors import Invalid, Refused
 from zgstore.format.digest import Digest
-from zgstore.format.manifest import Column, RowsRoot, Snapshot
+from zgstore.format.manifest import Column, Snapshot
+from zgstore.format.pages import RowsRoot
 from zgstore.format.tensorfile import TORCH_OF, int8_decode, int8_encode
 from zgstore.storage.store import Store
 

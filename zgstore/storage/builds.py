@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from zgstore.errors import Corrupt, Invalid
+from zgstore.format.action import decode_sealed, encode_sealed
 from zgstore.format.digest import DIGEST_BYTES, Digest
-from zgstore.format.manifest import Blob, Column, Shard, decode_sealed, encode_sealed
+from zgstore.format.manifest import Column
+from zgstore.format.pages import Blob, Shard
 from zgstore.storage.files import create, faults, write_all
 
 _LENGTH: Final = struct.Struct("<Q")

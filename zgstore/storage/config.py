@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from zgstore.errors import Corrupt, Invalid, NotFound
-from zgstore.format.manifest import FORMAT, check_features
+from zgstore.format.fields import FORMAT
+from zgstore.format.manifest import check_features
 from zgstore.storage.files import create, directory, faults, make_directory, read_all, write_file
 from zgstore.storage.names import FAMILIES, PREFIXES
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from zgstore.errors import Invalid
 from zgstore.format.digest import Hasher
-from zgstore.format.manifest import Blob
+from zgstore.format.pages import Blob
 from zgstore.storage.files import create, faults, start_writeback
 
 # The best piece found: write-back overlaps with hashing, and the piece is still in the core's cache when it is hashed.

@@ -298,5 +298,3 @@ def _file_digest(value: bytes | None, path: Path, now: float) -> Digest | None:
     except OSError:
         return None
     return Digest(raw) if looks == Stat(*stat) and now - seconds < STAMP_SECONDS else None
-
-

@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple
 
 from zgstore.errors import Corrupt, Invalid, ZgError
 from zgstore.format import canonical
+from zgstore.format.action import Action, decode_sealed, encode_sealed
 from zgstore.format.digest import Digest, digest_of
-from zgstore.format.manifest import Action, decode_sealed, encode_sealed
 from zgstore.storage.builds import Build, BuildFile, parse_build, start_build_file
 from zgstore.storage.files import directory, faults, listing, read_all, write_file
 from zgstore.storage.names import PREFIXES

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from zgstore.errors import Corrupt
+from zgstore.format.action import decode_sealed, encode_sealed
 from zgstore.format.digest import Digest
-from zgstore.format.manifest import decode_sealed, encode_sealed
 from zgstore.storage import locks
 from zgstore.storage.files import directory, fault, read_all, write_file
 

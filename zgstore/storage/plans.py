@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from zgstore.errors import Corrupt, Invalid, Missing, NotFound, Partial
 from zgstore.format.digest import Digest
-from zgstore.format.manifest import Blob, Column, Constant, all_digests, all_u64
+from zgstore.format.fields import all_digests, all_u64
+from zgstore.format.manifest import Column, Constant
+from zgstore.format.pages import Blob
 from zgstore.format.readplan import BlobPlan, ColumnPlan, ReadPlan
 from zgstore.storage import partials
 from zgstore.storage.session import missing_parts

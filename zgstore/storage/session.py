@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 from zgstore.errors import Invalid, Missing, ZgError
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
-from zgstore.format.manifest import Blob, Record, RowsRoot, Snapshot, all_digests
+from zgstore.format.fields import all_digests
+from zgstore.format.manifest import Record, Snapshot
+from zgstore.format.pages import Blob, RowsRoot
 from zgstore.storage import partials
 from zgstore.storage.drafts import Draft
 from zgstore.storage.files import directory, faults, remove_tree

@@ -12,7 +12,9 @@ from typing import Final
 
 from zgstore.errors import Corrupt, Invalid, Missing, NoSpace, NotFound
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_prefix
-from zgstore.format.manifest import Dropped, LeafPage, Record, RootPage, Shard, Snapshot, all_digests
+from zgstore.format.fields import all_digests
+from zgstore.format.manifest import Record, Snapshot
+from zgstore.format.pages import Dropped, LeafPage, RootPage, Shard
 from zgstore.format.readplan import ReadPlan
 from zgstore.storage import plans
 from zgstore.storage.config import CONFIG, OBJECT_MODE, POLICIES, make_store, read_config

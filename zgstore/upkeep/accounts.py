@@ -9,7 +9,9 @@ import numpy as np
 
 from zgstore.errors import NotFound
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_prefix
-from zgstore.format.manifest import RowsRoot, Snapshot, all_digests
+from zgstore.format.fields import all_digests
+from zgstore.format.manifest import Snapshot
+from zgstore.format.pages import RowsRoot
 from zgstore.storage.objects import FAMILIES
 from zgstore.storage.store import Store
 from zgstore.upkeep.reachability import (

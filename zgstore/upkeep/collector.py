@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 from zgstore.errors import Corrupt, Missing, Refused
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_prefix
-from zgstore.format.manifest import all_digests
+from zgstore.format.fields import all_digests
 from zgstore.storage import partials
 from zgstore.storage.objects import FAMILIES, PREFIXES, Trashed
 from zgstore.storage.store import Store

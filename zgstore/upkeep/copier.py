@@ -11,7 +11,9 @@ from typing import Any, Final
 
 from zgstore.errors import Corrupt, Invalid, Partial
 from zgstore.format.digest import Digest
-from zgstore.format.manifest import Blob, RowsRoot, Snapshot, all_digests
+from zgstore.format.fields import all_digests
+from zgstore.format.manifest import Snapshot
+from zgstore.format.pages import Blob, RowsRoot
 from zgstore.storage import partials
 from zgstore.storage.store import ANY, Session, Store
 

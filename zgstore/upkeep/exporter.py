@@ -13,7 +13,8 @@ from typing import Any, BinaryIO, Final
 
 from zgstore.errors import Corrupt, Invalid, NoSpace
 from zgstore.format.digest import Digest, Hasher, digest_of
-from zgstore.format.manifest import Blob, Column, Snapshot
+from zgstore.format.manifest import Column, Snapshot
+from zgstore.format.pages import Blob
 from zgstore.storage.files import faults
 from zgstore.storage.store import Store
 from zgstore.upkeep.copier import columns_here

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from zgstore.errors import Corrupt, Missing
 from zgstore.format.digest import DIGEST_BYTES, Digest
-from zgstore.format.manifest import all_digests
+from zgstore.format.fields import all_digests
 from zgstore.storage import partials
 from zgstore.storage.memos import ActionFile
 from zgstore.storage.objects import FAMILIES, Stat, Trashed

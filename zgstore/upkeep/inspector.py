@@ -8,7 +8,9 @@ from typing import Any
 
 from zgstore.errors import Corrupt, Missing, NotFound
 from zgstore.format.digest import Digest
-from zgstore.format.manifest import Column, Record, RootPage, Snapshot, all_u64
+from zgstore.format.fields import all_u64
+from zgstore.format.manifest import Column, Record, Snapshot
+from zgstore.format.pages import RootPage
 from zgstore.storage.refs import Ref
 from zgstore.storage.store import Store
 

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from zgstore.errors import Corrupt, Missing, NotFound
 from zgstore.format import canonical
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
-from zgstore.format.manifest import LeafPage, RootPage, RowsRoot, Snapshot, all_digests
+from zgstore.format.fields import all_digests
+from zgstore.format.manifest import Snapshot
+from zgstore.format.pages import LeafPage, RootPage, RowsRoot
 from zgstore.storage.refs import LogEntry, Ref
 from zgstore.storage.store import Store
 

@@ -15,7 +15,8 @@ from zgstore.building.preparation import Options, Prepared, prepare
 from zgstore.building.recipe import Recipe, load_recipe
 from zgstore.errors import Invalid, NotFound
 from zgstore.format.digest import Digest
-from zgstore.format.manifest import RowsRoot, Shard, Snapshot
+from zgstore.format.manifest import Snapshot
+from zgstore.format.pages import RowsRoot, Shard
 from zgstore.storage.store import Store
 from zgstore.upkeep.survey import Problem
 

@@ -19,7 +19,8 @@ from zgstore.building.preparation import Options, Prepared, prepare
 from zgstore.building.recipe import Recipe, load_recipe
 from zgstore.errors import Corrupt, Invalid, Missing, ZgError
 from zgstore.format.digest import Digest
-from zgstore.format.manifest import RowsRoot, Shard, Snapshot
+from zgstore.format.manifest import Snapshot
+from zgstore.format.pages import RowsRoot, Shard
 from zgstore.storage.store import Session, Store
 from zgstore.upkeep.recomputer import pins_that_differ, place_of, platform_text
 from zgstore.upkeep.survey import Problem

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zgstore.format.digest import DIGEST_BYTES
-from zgstore.format.manifest import RootPage, Snapshot, all_digests, all_u64
+from zgstore.format.fields import all_digests, all_u64
+from zgstore.format.manifest import Snapshot
+from zgstore.format.pages import RootPage
 from zgstore.storage.store import Store
 from zgstore.upkeep.reachability import DigestTable
 

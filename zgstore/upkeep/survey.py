@@ -10,19 +10,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from zgstore.errors import Corrupt, Missing, ZgError
 from zgstore.format.digest import Digest
-from zgstore.format.manifest import (
-    Column,
-    Constant,
-    Dropped,
-    LeafPage,
-    Record,
-    RootPage,
-    RowsPage,
-    RowsRoot,
-    Snapshot,
-    all_digests,
-    all_u64,
-)
+from zgstore.format.fields import all_digests, all_u64
+from zgstore.format.manifest import Column, Constant, Record, Snapshot
+from zgstore.format.pages import Dropped, LeafPage, RootPage, RowsPage, RowsRoot
 from zgstore.storage import partials
 from zgstore.storage.objects import Stat
 from zgstore.storage.store import Store

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from zgstore.format.blobheader import TensorSpec
 from zgstore.format.digest import DIGEST_BYTES, Digest
-from zgstore.format.manifest import Column, Dropped, RowsPage, RowsRoot, Snapshot, all_digests
+from zgstore.format.fields import all_digests
+from zgstore.format.manifest import Column, Snapshot
+from zgstore.format.pages import Dropped, RowsPage, RowsRoot
 from zgstore.format.readplan import ColumnPlan, ReadPlan
 from zgstore.format.tensorfile import TORCH_OF, as_tensor, int8_decode
 from zgstore.reading.blobs import Blobs, OpenBlob

@@ -1,0 +1,64 @@
+"""Fields of fixed width, and maps whose fields are checked."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from zgstore.errors import Corrupt
+from zgstore.format.digest import DIGEST_BYTES, Digest
+
+FORMAT: Final = 1
+
+
+def pack_u64(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def all_u64(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(packed) // 8}Q", packed)
+
+
+def unpack_u64(packed: bytes, index: int) -> int:
+    return int(struct.unpack_from("<Q", packed, 8 * index)[0])
+
+
+def nth_digest(packed: bytes, index: int) -> Digest:
+    return Digest(packed[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)])
+
+
+def all_digests(packed: bytes) -> Iterator[Digest]:
+    for at in range(0, len(packed), DIGEST_BYTES):
+        yield Digest(packed[at : at + DIGEST_BYTES])
+
+
+def broken(what: str, why: str) -> Corrupt:
+    return Corrupt(
+        f"a {what} breaks format {FORMAT}: {why}",
+        hint="run `zgstore verify` to see what it hurts and what mends it",
+        object=what,
+        expected=f"a {what} of format {FORMAT}",
+        actual=why,
+    )
+
+
+def of_kind(kind: str, value: Any) -> Any:
+    if not isinstance(value, dict) or value.get("kind") != kind:
+        raise broken(kind, f"its kind is {value.get('kind')!r}" if isinstance(value, dict) else "it is no map")
+    return value
+
+
+def checked_fields(what: str, value: Any, **types: type) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise broken(what, "it is no map")
+    for name, kind in types.items():
+        if type(value.get(name)) is not kind:
+            raise broken(what, f"{name} is {value.get(name)!r:.40}, not {kind.__name__}")
+    return {name: value[name] for name in types}
+
+
+def fixed_width(what: str, packed: Any, count: int, *, each: int = DIGEST_BYTES) -> bytes:
+    if not isinstance(packed, bytes) or len(packed) != count * each:
+        raise broken(what, f"a field is not {count} × {each} bytes")
+    return packed
