@@ -1,1 +1,37 @@
 """Training on verified snapshots, block by block."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zgtrain.blocks import run as run
+    from zgtrain.job import Job as Job
+    from zgtrain.job import load_job as load_job
+    from zgtrain.trainer import BlockReport as BlockReport
+    from zgtrain.trainer import train_block as train_block
+
+# Public name → the module that has it. Loaded when first asked for, so that a command that reads no tensor loads no
+# torch. `zgtrain.causal_lm` is a module of its own.
+_HOME_OF = {
+    "BlockReport": "trainer",
+    "Job": "job",
+    "load_job": "job",
+    "run": "blocks",
+    "train_block": "trainer",
+}
+
+__all__ = [*sorted(_HOME_OF)]  # noqa: PLE0604 - the table above is the one list of the names
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'zgtrain' has no attribute {name!r}")
+    found = getattr(import_module(f"zgtrain.{_HOME_OF[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -66,11 +66,11 @@ class Target:
             raise Invalid(f"{self.text!r} is a {type(found).__name__}, not a function", hint="name a function")
         return found  # type: ignore[no-any-return]
 
-    def call(self, args: Mapping[str, Any]) -> Any:
-        """Call the function with ``args`` as keywords, the recipe's directory being the current one."""
+    def call(self, args: Mapping[str, Any], *first: Any) -> Any:
+        """Call the function with ``first``, and ``args`` as keywords, in the file's directory."""
         function = self.resolve()
         with inside(self.directory):
-            return function(**args)
+            return function(*first, **args)
 
 
 class Section:

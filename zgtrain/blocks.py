@@ -1,0 +1,344 @@
+"""One block of a job, run: what it is trained on, made of and judged by, from the job file to its report.
+
+B blocks; block b maps boundary b to b + 1. Each runs in a process of its own, and writes into a folder of its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+import zgstore
+from zgtrain.checkpoint import seed_all, sync_folder
+from zgtrain.job import Job, LossSpec
+from zgtrain.journal import FILE_NAME as LOG_NAME
+from zgtrain.journal import Journal
+from zgtrain.ledger import Log
+from zgtrain.optimizing import make_optimizer
+from zgtrain.source import CACHED, LIVE, Source, cached, following, live
+from zgtrain.trainer import BlockReport, train_block
+
+CHECKPOINT, REPORT = "checkpoint.pt", "report.json"
+NOT_READ: Final = ("id", "start")
+_PRIVATE: Final = "private.json"
+
+
+def run(
+    job: Job,
+    *,
+    block: int,
+    device: str | None = None,
+    source: str = CACHED,
+    follow: str | bool = False,
+    fresh: bool = False,
+    stop: Callable[[], bool] | None = None,
+    progress: Log | None = None,
+) -> BlockReport:
+    """Train one block, from its checkpoint if there is one; a block that is done is left as it is.
+
+    Args:
+        job: The job.
+        block: b, from 0.
+        device: Where; default CUDA if there is one.
+        source: ``cached`` or ``live``.
+        follow: The UUID of a build that grows beside; True: the one that grows in the job's store now.
+        fresh: Begin anew.
+        stop: Asked before each step whether to save and end.
+        progress: Called with each line of the log.
+
+    Returns:
+        The report, which also lies in the block's folder, as JSON.
+
+    Raises:
+        zgstore.Refused: if the lock file, the snapshot, a checkpoint or a neighbour's parameters do not belong.
+        zgstore.Busy: if another process trains this block.
+        zgstore.ZgError: what `train_block` raises; a damaged shard with the command that mends it.
+    """
+    store = zgstore.Store.open(job.snapshot.store)
+    folder = job.folder(block)
+    with _alone(folder, block), _mending(job), open_source(
+        job, store, block, kind=source, follow=follow, devices=[device] if device else []
+    ) as data:  # fmt: skip
+        if fresh:
+            for name in (CHECKPOINT, REPORT, LOG_NAME):
+                (folder / name).unlink(missing_ok=True)
+        done = finished(job, block)
+        if done is not None and done.snapshot == data.snapshot and (done.targets == LIVE) == (data.kind == LIVE):
+            return done
+        refuse_shared(job, len(boundaries_of(job, store, data)) - 1)
+        module, interface = make_block(job, block), None
+        last = block == len(boundaries_of(job, store, data)) - 2
+        train, loss = job.train, job.train.loss
+        if not last:
+            loss = LossSpec(loss.name, loss.boundary_weight, function=loss.function)
+        elif loss.token_ce or loss.token_kl:
+            assert job.student.interface is not None  # `load_job` saw to it
+            interface = job.student.interface.call(job.student.args)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        module.to(place)
+        with Journal(folder, job.log, name=f"block {block}") as journal:
+
+            def log(line: Mapping[str, Any]) -> None:
+                journal(line)
+                if progress is not None:
+                    progress(line)
+
+            report = train_block(
+                module, data,
+                optimizer=make_optimizer(train.optimizer, trained), steps=train.steps,
+                forward=None if train.forward is None else train.forward.resolve(), loss=loss, seed=train.seed,
+                batch_size=train.batch_size, order=train.order, schedule=train.schedule,
+                max_grad_norm=train.max_grad_norm, precision=train.precision, accumulate=train.accumulate,
+                deterministic=train.deterministic, anchor=train.anchor, gradient=train.gradient["name"],
+                validate_every=job.validate.every, validate_rows=job.validate.rows, checkpoint=folder / CHECKPOINT,
+                checkpoint_every=train.checkpoint_every, workers=train.workers, log=log, log_every=job.log.every,
+                stop=stop or (lambda: False), device=place, interface=interface, block_id=block, job=job.identity(),
+            )  # fmt: skip
+        write_json(folder / REPORT, report.as_value())
+    return report
+
+
+def finished(job: Job, block: int) -> BlockReport | None:
+    """The report of a block that this very job has trained to its end; None if it has not."""
+    report = read_report(job, block)
+    if report is None or report.job != job.identity() or report.steps < job.train.steps or not report.snapshot:
+        return None
+    return report
+
+
+def read_report(job: Job, block: int) -> BlockReport | None:
+    """The report in a block's folder, whoever wrote it; None if there is none."""
+    try:
+        value = json.loads((job.folder(block) / REPORT).read_text(encoding="utf-8"))
+        return BlockReport(**value)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise zgstore.Corrupt(
+            f"{job.folder(block) / REPORT} is no report: {error}",
+            hint="remove it and run the block again: its checkpoint is kept",
+            path=str(job.folder(block) / REPORT),
+        ) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A JSON file put in place whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+# ---- what it is trained on ----
+
+
+def resolve_snapshot(job: Job, store: zgstore.Store) -> zgstore.Digest:
+    """The job's snapshot; its pins are those of the lock file, if that knows the name.
+
+    Raises:
+        zgstore.Refused: if they are not.
+    """
+    rev = job.snapshot.rev
+    name = rev.removeprefix("lock:")
+    try:
+        locked = zgstore.locked(name, job.directory)
+    except zgstore.NotFound:
+        if rev != name:
+            raise
+        return store.resolve(rev)
+    digest = locked.snapshot if rev != name else store.resolve(rev)
+    pins = store.snapshot(digest).pins.digest()
+    if pins != locked.pins:
+        raise zgstore.Refused(
+            f"the pins of {rev!r} are not those that the lock file has under {name!r}",
+            hint=f'train on what is locked (rev = "lock:{name}"), or lock this one: `zgstore lock {name}`',
+            expected=str(locked.pins),
+            actual=str(pins),
+        )
+    return digest
+
+
+@contextmanager
+def open_source(
+    job: Job, store: zgstore.Store, block: int, *, kind: str = CACHED, follow: str | bool = False,
+    devices: Sequence[str] = (),
+) -> Iterator[Source]:  # fmt: skip
+    """A block's source, closed at the end.
+
+    Raises:
+        zgstore.Invalid: if there is no such block, or live targets have no recipe.
+    """
+    if kind not in {CACHED, LIVE}:
+        raise zgstore.Invalid(f"there is no source {kind!r}", hint="cached or live")
+    if follow:
+        build = follow if isinstance(follow, str) else growing_build(store)
+        found = store.memos.build(build)
+        columns: Sequence[zgstore.Column] = () if found is None else found.columns
+        source, target = _pair(job, _boundaries(job, columns), block)
+        with following(store, build, source, target, context=_context(columns)) as data:
+            yield data
+        return
+    digest = resolve_snapshot(job, store)
+    snapshot = store.snapshot(digest)
+    source, target = _pair(job, _boundaries(job, snapshot.columns), block)
+    context = _context(snapshot.columns)
+    if kind == LIVE:
+        if job.snapshot.recipe is None:
+            raise zgstore.Invalid("live targets need the recipe", hint='name it: [snapshot] recipe = "cache.toml"')
+        opened = live(store, str(digest), job.snapshot.recipe, source, target, context=context, devices=devices)
+    else:
+        reader = zgstore.read(store, digest, [*dict.fromkeys((source, target, *context))])
+        opened = cached(reader, source, target, pins=str(snapshot.pins.digest()))
+    with opened:
+        yield opened
+
+
+def growing_build(store: zgstore.Store) -> str:
+    """The UUID of the build that grows in a store now.
+
+    Raises:
+        zgstore.NotFound: if none does.
+    """
+    alive = {lease.uuid for lease in store.leases.all() if lease.alive}
+    found = [uuid for uuid in store.memos.builds() if uuid in alive]
+    if not found:
+        raise zgstore.NotFound("no build grows in the store", hint="start `zgstore build` first, or leave --follow out")
+    return found[-1]
+
+
+def boundaries_of(job: Job, store: zgstore.Store, data: Source | None = None) -> list[str]:
+    """The job's boundary columns in depth order: B + 1 names."""
+    if data is not None and data.reader.build:
+        found = store.memos.build(data.reader.build)
+        return _boundaries(job, () if found is None else found.columns)
+    return _boundaries(job, store.snapshot(resolve_snapshot(job, store)).columns)
+
+
+def _boundaries(job: Job, columns: Sequence[zgstore.Column]) -> list[str]:
+    known = sorted((column for column in columns if column.role == "boundary"), key=lambda column: column.depth or 0)
+    names = list(job.student.boundaries) or [column.name for column in known]
+    lacking = [name for name in names if name not in {column.name for column in columns}]
+    if lacking:
+        raise zgstore.Invalid(
+            f"the snapshot has no column {lacking[0]!r} for [student] boundaries",
+            hint=f"its boundaries are {', '.join(column.name for column in known)}",
+        )
+    if len(names) < 2:
+        raise zgstore.Invalid(f"{len(names)} boundaries make no block", hint="capture at least two")
+    return names
+
+
+def _pair(job: Job, names: Sequence[str], block: int) -> tuple[str, str]:
+    if not 0 <= block < len(names) - 1:
+        raise zgstore.Invalid(
+            f"{job.path.name} has no block {block}", hint=f"its blocks are 0 to {len(names) - 2}", block=block
+        )
+    return names[block], names[block + 1]
+
+
+def _context(columns: Sequence[zgstore.Column]) -> list[str]:
+    return [column.name for column in columns if column.role == "context" and column.name not in NOT_READ]
+
+
+# ---- what it is made of ----
+
+
+def make_block(job: Job, block: int) -> nn.Module:
+    """The student's block as its factory makes it; generators are seeded first, so that it is the same each time.
+
+    Raises:
+        zgstore.Invalid: if the factory gives no module.
+    """
+    seed_all(job.train.seed + block)
+    module = job.student.block.call(job.student.args, block)
+    if not isinstance(module, nn.Module):
+        raise zgstore.Invalid(
+            f"{job.student.block.text!r} returned a {type(module).__name__}, not a torch.nn.Module",
+            hint="return the block itself",
+        )
+    return module
+
+
+def refuse_shared(job: Job, blocks: int) -> None:
+    """See that no trained parameter is in two blocks; once a job, for it makes every block, one after the other.
+
+    Raises:
+        zgstore.Refused: naming the parameter.
+    """
+    marker = job.output / _PRIVATE
+    mark = {"job": job.identity(), "blocks": blocks}
+    try:
+        if json.loads(marker.read_text(encoding="utf-8")) == mark:
+            return
+    except (FileNotFoundError, ValueError):
+        pass
+    earlier: list[tuple[weakref.ref[nn.Parameter], int, str]] = []
+    for block in range(blocks):
+        module = make_block(job, block)
+        # A parameter of a block before that is still alive although that block is gone is held by the factory.
+        held = {id(alive): (number, name) for ref, number, name in earlier if (alive := ref()) is not None}
+        for name, parameter in module.named_parameters():
+            if id(parameter) in held and parameter.requires_grad:
+                number, theirs = held[id(parameter)]
+                raise zgstore.Refused(
+                    f"the parameter {name!r} of block {block} is also {theirs!r} of block {number}",
+                    hint="blocks train apart: freeze it (requires_grad = False), or give each block a copy of its own",
+                    parameter=name,
+                )
+            earlier.append((weakref.ref(parameter), block, name))
+        del module
+        gc.collect()
+    write_json(marker, mark)
+
+
+# ---- who runs it ----
+
+
+@contextmanager
+def _alone(folder: Path, block: int) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise zgstore.Busy(
+                f"block {block} is being trained by another process ({file.read().strip() or 'unknown'})",
+                hint="wait for it, or stop it; `zgtrain status` shows how far it is",
+                folder=str(folder),
+            ) from error
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {os.uname().nodename} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        file.flush()
+        yield
+
+
+@contextmanager
+def _mending(job: Job) -> Iterator[None]:
+    """A damaged shard is named with the command that mends it here."""
+    try:
+        yield
+    except (zgstore.Corrupt, zgstore.Missing) as error:
+        recipe = job.snapshot.recipe or "RECIPE"
+        if "zgstore verify" in error.hint:
+            error.hint = (
+                f"`zgstore verify {job.snapshot.rev} --repair --recipe {recipe} --store {job.snapshot.store}` makes it "
+                "anew; then run the block again: it resumes"
+            )
+        raise

@@ -1,0 +1,183 @@
+"""A job's whole state in one atomic file; the previous one stays until the new one is durable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import zgstore
+
+FORMAT: Final = 1
+_SEAL: Final = "seal"
+
+
+def save(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a state: a temporary file, ``fsync``, rename, ``fsync`` of the folder.
+
+    Args:
+        path: Where; its folder is made.
+        state: Mappings, lists, tensors, numbers and text.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            torch.save({**state, "format": FORMAT, _SEAL: _seal(state)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(path: Path) -> dict[str, Any] | None:
+    """The state in a file, on the CPU; None if there is no file.
+
+    Raises:
+        zgstore.Corrupt: if it is not what was saved.
+    """
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        return None
+    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+        raise _corrupt(path, str(error).split("\n")[0]) from error
+    except Exception as error:  # torch raises its own UnpicklingError; it cannot be named without importing pickle
+        if type(error).__name__ != "UnpicklingError":
+            raise
+        raise _corrupt(path, str(error).split("\n")[0]) from error
+    if not isinstance(state, dict) or state.pop("format", None) != FORMAT:
+        raise _corrupt(path, f"it is of no format that this version knows ({FORMAT})")
+    if state.pop(_SEAL, None) != _seal(state):
+        raise _corrupt(path, "its content does not match its own digest")
+    return state
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _corrupt(path: Path, why: str) -> zgstore.Corrupt:
+    return zgstore.Corrupt(
+        f"{path} is no whole checkpoint: {why}",
+        hint="remove it, or run the block with --fresh, to train it from its start; other blocks are not touched",
+        object=path.name,
+        path=str(path),
+    )
+
+
+# ---- a block's state ----
+
+
+def block_state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, those that ``state_dict`` leaves out too; the tensors themselves."""
+    return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+
+@torch.no_grad()
+def restore_block(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put a state back, in place.
+
+    Raises:
+        zgstore.Refused: if the block has other tensors.
+    """
+    mine = block_state(module)
+    for name in (*mine, *state):
+        said = [f"{list(each[name].shape)}" if name in each else "nothing" for each in (mine, state)]
+        if said[0] != said[1]:
+            raise zgstore.Refused(
+                f"the block has {said[0]} for {name!r}, and the checkpoint {said[1]}",
+                hint="the block's code or arguments changed: restore them, or train with --fresh",
+                name=name,
+            )
+    for name, tensor in mine.items():
+        tensor.copy_(state[name])
+
+
+def state_digest(module: nn.Module) -> str:
+    """The digest of a block's parameters and buffers: names, dtypes, shapes and bytes."""
+    state = block_state(module)
+    return _digest({name: state[name] for name in sorted(state)}, kind="block")
+
+
+def _seal(state: Mapping[str, Any]) -> str:
+    return _digest({key: value for key, value in state.items() if key not in {_SEAL, "format"}}, kind="checkpoint")
+
+
+def _digest(value: Any, *, kind: str) -> str:
+    return str(zgstore.digest_of(None, f"zgtrain 1 {kind}\0".encode(), *_chunks(value)))
+
+
+def _chunks(value: Any) -> Iterator[bytes | memoryview]:
+    """A value as bytes so that no two values are written alike."""
+    if isinstance(value, Mapping):
+        yield f"map {len(value)}\0".encode()
+        for key, each in value.items():
+            yield f"{key!r}\0".encode()
+            yield from _chunks(each)
+    elif isinstance(value, list | tuple):
+        yield f"list {len(value)}\0".encode()
+        for each in value:
+            yield from _chunks(each)
+    elif isinstance(value, Tensor):
+        tensor = value.detach().cpu().contiguous()
+        yield f"{tensor.dtype} {list(tensor.shape)}\0".encode()
+        yield tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
+    else:
+        yield f"{value!r}\0".encode()
+
+
+# ---- random state ----
+
+
+def capture_rng() -> dict[str, Any]:
+    """The state of the generators of Python, NumPy, torch and CUDA."""
+    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 — the global generator is what blocks may use
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Put the generators back."""
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, numbers, *rest = state["numpy"]
+    np.random.set_state((kind, numbers.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of Python, NumPy, torch and CUDA."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def rng_kept() -> Iterator[None]:
+    """Whatever runs inside draws from the generators without moving them."""
+    state = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(state)

@@ -1,0 +1,55 @@
+"""Independence, measured in the run: gradient that left the block, and parameters that have no business being alive."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def leaving_gradient_bytes(loss: Tensor, block: nn.Module) -> int:
+    """Bytes of gradient that a backward pass from ``loss`` would leave outside of the block's parameters.
+
+    The graph is walked to its leaves: a source that asks for a gradient, or a parameter of a neighbour, is one.
+    """
+    own = {id(parameter) for parameter in block.parameters()}
+    found: dict[int, int] = {}
+    seen: set[Any] = set()
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in own:
+            found[id(leaf)] = leaf.nbytes
+        todo.extend(below for below, _ in node.next_functions)
+    return sum(found.values())
+
+
+def live_parameters(*belonging: Iterable[Tensor]) -> int:
+    """Elements of the parameters alive in this process that belong to none of the given.
+
+    Every object that Python's collector knows is looked at: a teacher that somebody still holds is counted wherever
+    it hides.
+    """
+    gc.collect()
+    known = {id(parameter) for parameters in belonging for parameter in parameters}
+    alive = 0
+    for each in gc.get_objects():
+        # By its type first: asking a lazy module's proxy for its class would load the module.
+        if issubclass(type(each), Tensor) and isinstance(each, nn.Parameter):
+            alive += each.numel() if id(each) not in known and not each.is_meta else 0
+    return alive
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory held: of the device, or on a CPU of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

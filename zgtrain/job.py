@@ -1,0 +1,461 @@
+"""The job file as frozen values, validated; its digest is the job's identity.
+
+A job describes a whole student of B blocks; block b, from 0 to B − 1, maps boundary b to boundary b + 1 and is trained
+alone. Nothing here loads torch or opens a store.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import zgstore
+from zgstore import Section, Target
+
+LOSSES: Final = ("relative-mse", "mse", "smooth-l1", "cosine")
+ORDERS: Final = ("shuffled", "sequential", "sequential-first")
+SCHEDULES: Final = ("constant", "cosine", "linear")
+PRECISIONS: Final = ("fp32", "bf16")
+OPTIMIZERS: Final = ("adamw", "sgd")
+GRADIENTS: Final = ("backprop",)
+
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSpec:
+    """Section ``[snapshot]``; paths are absolute."""
+
+    store: Path
+    rev: str
+    recipe: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StudentSpec:
+    """Section ``[student]``.
+
+    Args:
+        block: ``(block_id, **args) -> nn.Module``.
+        assemble: ``(list of blocks, **args) -> nn.Module``.
+        teacher: ``(**args) -> nn.Module``: only for evaluation.
+        interface: ``(**args) -> nn.Module``: the last boundary → logits; its parameters are frozen.
+        args: For all of them.
+        boundaries: Columns in depth order; empty: all boundary columns of the snapshot.
+    """
+
+    block: Target
+    assemble: Target | None = None
+    teacher: Target | None = None
+    interface: Target | None = None
+    args: Arguments = field(default_factory=dict)
+    boundaries: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """``adamw``, ``sgd``, or a function ``(parameters, **options) -> Optimizer``.
+
+    Args:
+        name: As written.
+        options: ``lr``, ``betas``, ``weight_decay``, ``momentum``, …
+        function: Where the name is one.
+    """
+
+    name: str = "adamw"
+    options: Arguments = field(default_factory=lambda: {"lr": 1e-4})
+    function: Target | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleSpec:
+    """The learning rate over the steps.
+
+    Args:
+        name: ``constant``, ``cosine`` or ``linear``.
+        warmup: Steps of linear rise.
+        final: What is left at the last step, as a fraction.
+    """
+
+    name: str = "constant"
+    warmup: int = 0
+    final: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """The objective: a boundary loss, and at the last block perhaps token losses.
+
+    Args:
+        name: One of ``LOSSES``, or a function ``(prediction, target, context) -> each token's loss``.
+        boundary_weight: Of the boundary loss.
+        token_ce: Weight of the cross entropy with the data's labels.
+        token_kl: Weight of the divergence from the teacher's own distribution.
+        function: Where the name is one.
+    """
+
+    name: str = "relative-mse"
+    boundary_weight: float = 1.0
+    token_ce: float = 0.0
+    token_kl: float = 0.0
+    function: Target | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSpec:
+    """Section ``[train]``.
+
+    Args:
+        steps: Optimiser steps.
+        batch_size: Rows of a micro-batch.
+        accumulate: Micro-batches of a step: a step has ``batch_size × accumulate`` rows.
+        workers: Threads that read ahead; 0 reads in between the steps.
+    """
+
+    steps: int
+    batch_size: int = 4
+    seed: int = 0
+    order: str = "shuffled"
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    max_grad_norm: float | None = 1.0
+    precision: str = "fp32"
+    accumulate: int = 1
+    deterministic: bool = False
+    forward: Target | None = None
+    loss: LossSpec = field(default_factory=LossSpec)
+    anchor: float = 0.0
+    noise: float = 0.0
+    gradient: Arguments = field(default_factory=lambda: {"name": "backprop"})
+    checkpoint_every: int = 256
+    workers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LogSpec:
+    """Section ``[log]``: JSON lines always; ``every`` is how many steps pass between looks at the device."""
+
+    every: int = 16
+    tensorboard: bool = False
+    wandb: Arguments | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ValidateSpec:
+    """Section ``[validate]``: the first ``rows`` rows are kept out of the training and looked at ``every`` steps."""
+
+    every: int = 0
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLaunch:
+    """Section ``[launch.blocks.B]``: processes of one block, under torchrun."""
+
+    processes: int = 1
+    data_parallel: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """Section ``[launch]``."""
+
+    parallel: int = 1
+    devices: tuple[str, ...] = ()
+    retries: int = 2
+    blocks: Mapping[int, BlockLaunch] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateSpec:
+    """Section ``[evaluate]``: factories of held-out batches and of prompts, called with the student's ``args``."""
+
+    data: Target | None = None
+    prompts: Target | None = None
+    args: Arguments = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A whole job file.
+
+    Args:
+        path: The file; paths in it are relative to its directory, which is first on the import path.
+        output: Where blocks, reports and the student go.
+    """
+
+    path: Path
+    output: Path
+    snapshot: SnapshotSpec
+    student: StudentSpec
+    train: TrainSpec
+    log: LogSpec = field(default_factory=LogSpec)
+    validate: ValidateSpec = field(default_factory=ValidateSpec)
+    launch: LaunchSpec = field(default_factory=LaunchSpec)
+    evaluate: EvaluateSpec = field(default_factory=EvaluateSpec)
+
+    @property
+    def directory(self) -> Path:
+        """Where its relative paths start, and its functions run."""
+        return self.path.parent
+
+    def folder(self, block: int) -> Path:
+        """Where a block's checkpoint, log and report lie."""
+        return self.output / f"block-{block:03d}"
+
+    def identity(self) -> str:
+        """The digest of all that decides what is learned, as text.
+
+        Left out are output, logging, launch, evaluation, worker threads, the checkpoint and validation intervals, and
+        ``steps`` where the schedule is constant, so that such a job can be made longer. The snapshot is not in it
+        either: checkpoints and reports carry its digest beside the job's.
+        """
+        train, student = self.train, self.student
+        value = {
+            "student": {
+                "block": student.block.text,
+                "interface": _text(student.interface),
+                "args": student.args,
+                "boundaries": student.boundaries,
+            },
+            "train": {
+                "steps": None if train.schedule.name == "constant" else train.steps,
+                "batch_size": train.batch_size,
+                "seed": train.seed,
+                "order": train.order,
+                "optimizer": [train.optimizer.name, train.optimizer.options],
+                "schedule": [train.schedule.name, train.schedule.warmup, train.schedule.final],
+                "max_grad_norm": train.max_grad_norm,
+                "precision": train.precision,
+                "accumulate": train.accumulate,
+                "deterministic": train.deterministic,
+                "forward": _text(train.forward),
+                "loss": [train.loss.name, train.loss.boundary_weight, train.loss.token_ce, train.loss.token_kl],
+                "anchor": train.anchor,
+                "noise": train.noise,
+                "gradient": train.gradient,
+            },
+            "held_out_rows": self.validate.rows,
+        }
+        return str(zgstore.digest_of(None, b"zgtrain 1 job\0", json.dumps(value, sort_keys=True).encode()))
+
+
+def load_job(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Job:
+    """Read a job file.
+
+    Args:
+        path: The TOML file.
+        overrides: ``"train.steps=64"``, values as TOML writes them, quotes of a single word may be left out; or a
+            mapping of dotted keys to values. ``train.lr`` stands for ``train.optimizer.lr``.
+
+    Raises:
+        zgstore.Invalid: if the file is not there, is not TOML, or says something a job may not; the message names the
+            key, and for an unknown one the nearest.
+    """
+    path = Path(path).absolute()
+    value = zgstore.Section.read(path, kind="job", hint="write one; docs/tutorial has an example")
+    pairs = overrides.items() if isinstance(overrides, Mapping) else [_assignment(text) for text in overrides]
+    for key, replacement in pairs:
+        zgstore.Section.override(value, "train.optimizer.lr" if key == "train.lr" else key, replacement)
+    return parse_job(value, path=path)
+
+
+def parse_job(value: Mapping[str, Any], *, path: Path) -> Job:
+    """Read a job that is already a mapping, as ``tomllib`` returns it.
+
+    Raises:
+        zgstore.Invalid: for anything a job may not say; the message names the key.
+    """
+    top = Section(value, "", path, kind="job")
+    job = Job(
+        path=path,
+        output=path.parent / top.text("output"),
+        snapshot=_snapshot(top.section("snapshot")),
+        student=_student(top.section("student")),
+        train=_train(top.section("train")),
+        log=_log(top.section("log", optional=True)),
+        validate=_validate(top.section("validate", optional=True)),
+        launch=_launch(top.section("launch", optional=True)),
+        evaluate=_evaluate(top.section("evaluate", optional=True)),
+    )
+    top.done()
+    if (job.train.loss.token_ce or job.train.loss.token_kl) and job.student.interface is None:
+        top.fail(
+            "student.interface", "is missing, and the loss has token_ce or token_kl",
+            'name what makes logits of the last boundary: interface = "module:function"',
+        )  # fmt: skip
+    return job
+
+
+def _text(target: Target | None) -> str | None:
+    return None if target is None else target.text
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise zgstore.Invalid(f"{text!r} sets nothing", hint="write KEY=VALUE, as in train.steps=64")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+# ---- sections ----
+
+
+def _optional(section: Section, key: str) -> Target | None:
+    return section.target(key) if section.has(key) else None
+
+
+def _snapshot(section: Section) -> SnapshotSpec:
+    directory = section.path.parent
+    recipe = directory / section.text("recipe") if section.has("recipe") else None
+    spec = SnapshotSpec(directory / section.text("store"), section.text("rev"), recipe)
+    section.done()
+    return spec
+
+
+def _student(section: Section) -> StudentSpec:
+    spec = StudentSpec(
+        block=section.target("block"),
+        assemble=_optional(section, "assemble"),
+        teacher=_optional(section, "teacher"),
+        interface=_optional(section, "interface"),
+        args=section.arguments(),
+        boundaries=section.texts("boundaries"),
+    )
+    section.done()
+    if len(spec.boundaries) == 1 or len(set(spec.boundaries)) != len(spec.boundaries):
+        section.fail("boundaries", f"is {list(spec.boundaries)}", "list at least two columns, each once")
+    return spec
+
+
+def _train(section: Section) -> TrainSpec:
+    known = TrainSpec(steps=1)
+    if not section.has("steps"):
+        section.fail("steps", "is missing", "give the number of optimiser steps")
+    spec = TrainSpec(
+        steps=section.whole("steps", default=0, least=1),
+        batch_size=section.whole("batch_size", default=known.batch_size, least=1),
+        seed=section.whole("seed", default=0),
+        order=section.one_of("order", ORDERS, default=known.order),
+        optimizer=_optimizer(section),
+        schedule=_schedule(section.section("schedule", optional=True)),
+        max_grad_norm=section.number("max_grad_norm", default=1.0, least=0.0) or None,
+        precision=section.one_of("precision", PRECISIONS, default=known.precision),
+        accumulate=section.whole("accumulate", default=1, least=1),
+        deterministic=section.take("deterministic", bool, default=False),
+        forward=_optional(section, "forward"),
+        loss=_loss(section),
+        anchor=section.number("anchor", default=0.0, least=0.0),
+        noise=section.number("noise", default=0.0, least=0.0),
+        gradient=_gradient(section),
+        checkpoint_every=section.whole("checkpoint_every", default=known.checkpoint_every, least=1),
+        workers=section.whole("workers", default=known.workers),
+    )
+    section.done()
+    if spec.noise:
+        section.fail("noise", f"is {spec.noise:g}", "this version trains on clean boundaries only: leave it out")
+    return spec
+
+
+def _optimizer(train: Section) -> OptimizerSpec:
+    section = train.section("optimizer", optional=True)
+    options = {"lr": 1e-4, **section.value}
+    name = options.pop("name", "adamw")
+    if isinstance(name, str) and ":" in name:
+        return OptimizerSpec(name, options, section.target("name"))
+    section.one_of("name", OPTIMIZERS, default="adamw")
+    own = ("betas", "eps") if name == "adamw" else ("momentum", "nesterov", "dampening")
+    for key in ("lr", "weight_decay"):
+        section.number(key, default=0.0, least=0.0)
+    for key in own:
+        section.has(key)
+    section.done()
+    return OptimizerSpec(str(name), options)
+
+
+def _schedule(section: Section) -> ScheduleSpec:
+    spec = ScheduleSpec(
+        section.one_of("name", SCHEDULES, default="constant"),
+        section.whole("warmup", default=0),
+        section.number("final", default=0.0, least=0.0),
+    )
+    section.done()
+    return spec
+
+
+def _loss(train: Section) -> LossSpec:
+    """A table, or the name alone."""
+    if isinstance(train.value.get("loss"), str):
+        train.value["loss"] = {"name": train.value["loss"]}
+    section = train.section("loss", optional=True)
+    function = None
+    name = section.take("name", str, default="relative-mse")
+    if ":" in name:
+        function = section.target("name")
+    else:
+        section.one_of("name", LOSSES, default="relative-mse")
+    spec = LossSpec(
+        name,
+        section.number("boundary_weight", default=1.0, least=0.0),
+        section.number("token_ce", default=0.0, least=0.0),
+        section.number("token_kl", default=0.0, least=0.0),
+        function,
+    )
+    section.done()
+    return spec
+
+
+def _gradient(train: Section) -> Arguments:
+    section = train.section("gradient", optional=True)
+    name = section.one_of("name", GRADIENTS, default="backprop")
+    section.done()
+    return {"name": name}
+
+
+def _log(section: Section) -> LogSpec:
+    wandb = section.take("wandb", dict, default=None)
+    spec = LogSpec(section.whole("every", default=16, least=1), section.take("tensorboard", bool, default=False), wandb)
+    section.done()
+    return spec
+
+
+def _validate(section: Section) -> ValidateSpec:
+    spec = ValidateSpec(section.whole("every", default=0), section.whole("rows", default=0))
+    section.done()
+    if bool(spec.every) != bool(spec.rows):
+        section.fail("rows" if spec.every else "every", "is missing", "give both: every = 256, rows = 32")
+    return spec
+
+
+def _launch(section: Section) -> LaunchSpec:
+    table = section.section("blocks", optional=True)
+    blocks: dict[int, BlockLaunch] = {}
+    for key in list(table.value):
+        if not key.isdecimal():
+            table.fail(key, "is no block", "blocks count from 0: [launch.blocks.0]")
+        one = table.section(key)
+        blocks[int(key)] = BlockLaunch(
+            one.whole("processes", default=1, least=1), one.whole("data_parallel", default=1, least=1)
+        )
+        if blocks[int(key)].processes % blocks[int(key)].data_parallel:
+            one.fail("data_parallel", "does not divide processes", "give a divisor of processes")
+        one.done()
+    spec = LaunchSpec(
+        section.whole("parallel", default=1, least=1), section.texts("devices"),
+        section.whole("retries", default=2), blocks,
+    )  # fmt: skip
+    section.done()
+    return spec
+
+
+def _evaluate(section: Section) -> EvaluateSpec:
+    spec = EvaluateSpec(_optional(section, "data"), _optional(section, "prompts"), section.arguments())
+    section.done()
+    return spec

@@ -1,0 +1,100 @@
+"""What a training says of itself: JSON lines always, TensorBoard and Weights & Biases where they are asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any, Self
+
+import zgstore
+from zgtrain.job import LogSpec
+
+FILE_NAME = "log.jsonl"
+
+
+class Journal:
+    """A block's log; close it, or use it as a context.
+
+    Args:
+        folder: The block's.
+        spec: What else is asked for.
+        name: Of the run, for the services.
+
+    Raises:
+        zgstore.Invalid: if a library that was asked for is not installed.
+    """
+
+    def __init__(self, folder: Path, spec: LogSpec, *, name: str = "") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / FILE_NAME
+        self._board = _tensorboard(folder) if spec.tensorboard else None
+        self._run = _wandb(spec.wandb, name) if spec.wandb is not None else None
+        self._file: IO[str] | None = None
+
+    def __call__(self, line: Mapping[str, Any]) -> None:
+        """Write one line: ``step``, and numbers by name.
+
+        The first one drops what the file has from that step on: the end of a run whose state was lost.
+        """
+        if self._file is None:
+            kept = [each for each in read_lines(self._path) if each["step"] < line["step"]]
+            self._path.write_text("".join(json.dumps(each) + "\n" for each in kept), encoding="utf-8")
+            self._file = self._path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        numbers = {key: value for key, value in line.items() if key != "step" and isinstance(value, int | float)}
+        if self._board is not None:
+            for key, value in numbers.items():
+                self._board.add_scalar(key, value, line["step"])
+        if self._run is not None:
+            self._run.log(numbers, step=line["step"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and end the services' runs."""
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._run is not None:
+            self._run.finish()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a log; one that was cut off by a kill is left out."""
+    lines = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and isinstance(value.get("step"), int):
+            lines.append(value)
+    return lines
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 — heavy, and optional
+    except ImportError as error:
+        raise zgstore.Invalid("log.tensorboard needs tensorboard", hint="pip install tensorboard") from error
+    return SummaryWriter(str(folder / "tensorboard"))
+
+
+def _wandb(options: Mapping[str, Any], name: str) -> Any:
+    try:
+        wandb = import_module("wandb")
+    except ImportError as error:
+        raise zgstore.Invalid("log.wandb needs wandb", hint="pip install wandb") from error
+    return wandb.init(**{"name": name, **options})
