@@ -4,7 +4,7 @@ import torch
 import zgstore
 from zgstore.building.rows import SampleBatch, join, row_digests
 from zgstore.building.writer import writer
-from zgstore.errors import Conflict, Invalid, NonFinite
+from zgstore.errors import Conflict, Invalid, NonFinite, Refused
 from zgstore.format.manifest import Pins
 from zgstore.format.tensorfile import decode
 from zgstore.storage.store import Store
@@ -67,6 +67,52 @@ def test_a_finished_stream_is_extended(store, tmp_path):
     longer = bring(store, 7, brought=brought)
     assert brought == [4, 5, 6]
     assert longer == bring(Store.init(tmp_path / "other"), 7)
+
+
+def bring_tokens(store, stream, *, stop_after=None):
+    """A stream of batches given by the tokens of their rows; what each was asked for."""
+    asked = []
+    with writer(store, PINS, cut=1) as w:
+        for at, tokens in enumerate(stream):
+            rows = torch.tensor([[token] for token in tokens])
+            todo = w.missing(row_digests({"input_ids": rows}))
+            asked.append(len(todo))
+            if todo:
+                w.add(SampleBatch({"h": rows[todo].float()}, {"input_ids": rows[todo]}))
+            if stop_after == at:
+                raise KeyboardInterrupt
+        return w.commit(), asked
+
+
+def test_a_row_that_comes_twice_is_kept_twice_when_a_stream_is_resumed(store, tmp_path):
+    stream = [(1, 2), (1, 3), (1, 2), (3, 3)]
+    for stop_after in range(3):
+        for other in (store, Store.init(tmp_path / f"stopped-{stop_after}")):
+            with pytest.raises(KeyboardInterrupt):
+                bring_tokens(other, stream, stop_after=stop_after)
+            digest, asked = bring_tokens(other, stream)
+            assert other.snapshot(digest).samples == 8
+            assert digest == bring_tokens(Store.init(tmp_path / f"whole-{stop_after}-{other is store}"), stream)[0]
+            if other is not store:
+                assert asked == [0] * (stop_after + 1) + [2] * (3 - stop_after)
+    assert bring_tokens(store, stream) == (digest, [0, 0, 0, 0])
+
+
+def test_a_shard_that_is_gone_is_asked_for_again_in_its_place(store):
+    stream = [(1, 2), (1, 3), (1, 2)]
+    digest = bring_tokens(store, stream)[0]
+    shard = list(store.shards(store.snapshot(digest)))[1]
+    store.objects.path(shard.blobs[0].digest, "objects").unlink()
+    assert bring_tokens(store, stream) == (digest, [0, 2, 0])
+    assert bring_tokens(store, stream) == (digest, [0, 0, 0])
+
+
+def test_another_stream_under_the_same_pins_takes_nothing_of_the_first(store, tmp_path):
+    bring_tokens(store, [(1, 2), (3, 4)])
+    digest, asked = bring_tokens(store, [(3, 4), (1, 2)])
+    assert (digest, asked) == (bring_tokens(Store.init(tmp_path / "other"), [(3, 4), (1, 2)])[0], [2, 2])
+    with pytest.raises(Refused, match="not the one"):
+        bring_tokens(store, [(3, 5)])
 
 
 def test_everything_brought_again_is_the_same_snapshot(store):

@@ -22,7 +22,7 @@ from zgstore.building.publication import assemble, keep_constants, nonfinite_err
 from zgstore.building.recall import Found
 from zgstore.building.rows import SampleBatch, join, row_digests
 from zgstore.building.shards import ShardDraft
-from zgstore.errors import Invalid
+from zgstore.errors import Invalid, Refused
 from zgstore.format import canonical
 from zgstore.format.action import Action
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
@@ -52,6 +52,14 @@ class _Shard:
     columns: tuple[Column, ...]
     keys: tuple[Digest, ...]
     actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A shard that an earlier writer made durable; None where its blobs are gone since."""
+
+    rows: bytes
+    shard: _Shard | None
 
 
 def writer(
@@ -90,9 +98,8 @@ class Writer:
         self._on_nonfinite = on_nonfinite
         self._opened: AbstractContextManager[Session] | None = None
         self._session: Session | None = None
-        self._known: list[_Shard | None] = []
-        self._place: dict[bytes, int] = {}
-        self._asked: set[bytes] = set()
+        self._known: list[_Known] = []  # in the order of the stream that was brought before
+        self._at = (0, 0)  # the durable shard, and the row of it, that the stream has come to
         self._due: list[bytes] = []
         self._pending: list[SampleBatch] = []
         self._shards: list[_Shard] = []
@@ -102,10 +109,7 @@ class Writer:
         self._opened = self._store.writing("write tensors")
         self._session = self._opened.__enter__()
         while (value := self._store.memos.measurement(self._memo_key(len(self._known)))) is not None:
-            shard = self._found(value)
-            if shard is not None:
-                self._place |= {row: len(self._known) for row in _split(shard.rows)}
-            self._known.append(shard)
+            self._known.append(_Known(value["rows"], self._found(value)))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -121,18 +125,13 @@ class Writer:
 
         Returns:
             Positions in ``digests``, ascending.
+
+        Raises:
+            Refused: if the stream leaves the one that was brought before, in the middle of a durable shard.
         """
-        todo = []
-        for at, digest in enumerate(digests):
-            place = self._place.get(digest.raw)
-            if place is None:
-                todo.append(at)
-                self._due.append(digest.raw)
-                continue
-            self._asked.add(digest.raw)
-            shard = self._known[place]
-            if shard is not None and shard not in self._shards:
-                self._shards.append(shard)
+        self._live()
+        todo = [at for at, digest in enumerate(digests) if not self._is_durable(digest.raw)]
+        self._due += [digests[at].raw for at in todo]
         return todo
 
     def add(self, batch: SampleBatch) -> None:
@@ -150,7 +149,7 @@ class Writer:
             raise Invalid("a batch of zero rows was added", hint="leave empty batches out")
         batch = replace(batch, digests=self._digests(batch))
         if batch.ids is None:
-            first = sum(len(shard.rows) for shard in self._shards) // DIGEST_BYTES + sum(map(len, self._pending))
+            first = self._rows()
             batch = replace(batch, ids=torch.arange(first, first + len(batch), dtype=torch.int64))
         for name, tensor in batch.constants.items():
             known = self._constants.setdefault(name, tensor.detach().cpu().clone())
@@ -185,13 +184,11 @@ class Writer:
             self._flush()
         if not self._shards:
             raise Invalid("nothing was added", hint="add at least one batch before the commit")
-        for shard in self._shards:
-            rows = _split(shard.rows)
-            if any(row in self._asked for row in rows) and not all(row in self._asked for row in rows):
-                raise Invalid(
-                    "only some rows of a shard that is durable were asked for",
-                    hint="call missing() with every batch of the stream, in its order",
-                )
+        if self._inside():
+            raise Invalid(
+                "only some rows of a shard that is durable were asked for",
+                hint="call missing() with every batch of the stream, in its order",
+            )
         root, pages = rows_tree(b"".join(shard.rows for shard in self._shards))
         pin = {**self._base["data"], "digest": digest_of("page", root.encode()).raw}
         constants: tuple[Constant, ...] = keep_constants(session, self._constants)
@@ -206,6 +203,41 @@ class Writer:
 
         publish(session, assembled, ref=ref, expect=expect, record=record)
         return assembled.digest
+
+    # ---- what was brought before ----
+
+    def _is_durable(self, row: bytes) -> bool:
+        """Whether the stream's next row is there already.
+
+        It is found by its place, not by its digest alone: a row may stand in a stream more than once.
+        """
+        shard, at = self._at
+        if shard == len(self._known):
+            return False
+        known = self._known[shard]
+        if known.rows[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES] != row:
+            if self._inside():
+                raise Refused(
+                    f"the row after {self._rows()} durable ones is not the one that was brought under these pins",
+                    hint="give the changed data a revision of its own, or bring the rows that this revision names",
+                )
+            self._known = self._known[:shard]  # another stream from here on
+            return False
+        if at == 0 and known.shard is not None:
+            if self._pending:
+                self._flush()
+            self._shards.append(known.shard)
+        self._at = (shard, at + 1) if (at + 1) * DIGEST_BYTES < len(known.rows) else (shard + 1, 0)
+        return known.shard is not None
+
+    def _inside(self) -> bool:
+        """Whether the stream has come to the middle of a durable shard."""
+        shard, at = self._at
+        return at > 0 and self._known[shard].shard is not None
+
+    def _rows(self) -> int:
+        """Rows of the snapshot so far."""
+        return sum(len(shard.rows) for shard in self._shards) // DIGEST_BYTES + sum(map(len, self._pending))
 
     # ---- shards ----
 
@@ -251,7 +283,7 @@ class Writer:
         drafts = [ShardDraft(session, [one], rows=None, lengths=None) for one in wanted]
         try:
             stored = _in_parallel(lambda draft: _fill(draft, batches), drafts)
-            self._refuse(wanted, drafts, rows=sum(len(shard.rows) for shard in self._shards) // DIGEST_BYTES)
+            self._refuse(wanted, drafts, rows=self._rows())
             stored = _in_parallel(lambda draft: draft.keep()[0], drafts)
         except BaseException:
             for draft in drafts:
@@ -308,10 +340,8 @@ class Writer:
         return digest_of("measurement", canonical.encode(value))
 
     def _remember(self, shard: _Shard) -> None:
-        gone = [at for at, known in enumerate(self._known) if known is None]
-        number = gone[0] if gone else len(self._known)
         self._store.memos.put_measurement(
-            self._memo_key(number),
+            self._memo_key(len(self._shards)),
             {
                 "kind": "writer-shard",
                 "rows": shard.rows,
@@ -319,10 +349,6 @@ class Writer:
                 "keys": b"".join(key.raw for key in shard.keys),
             },
         )
-        if gone:
-            self._known[number] = shard
-        else:
-            self._known.append(shard)
 
     def _found(self, value: Mapping[str, Any]) -> _Shard | None:
         """A shard that an earlier writer made durable, if its blobs are still there."""
@@ -379,10 +405,6 @@ def _inputs(index: int, rows: bytes) -> ShardInputs:
         index=index, first_batch=0, batches=0, rows=len(rows) // DIGEST_BYTES, tokens=0, first_row=0, joined=rows,
         joined_ids=b"", inputs=digest_of("batch", rows),
     )  # fmt: skip
-
-
-def _split(joined: bytes) -> list[bytes]:
-    return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
 
 
 def _own(batch: SampleBatch) -> SampleBatch:
