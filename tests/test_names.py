@@ -67,6 +67,11 @@ def test_capture_is_a_module_with_run_and_topk_logits():
     assert callable(zgstore.capture.topk_logits)
 
 
+def test_capture_is_imported_as_a_module_is():
+    code = "from zgstore.capture import Trajectory; import zgstore; assert zgstore.capture.Trajectory is Trajectory"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         _ = zgstore.nothing_of_the_kind
@@ -75,7 +80,7 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_type_checkers_are_told_the_same_names_and_homes():
     (block,) = (node for node in ast.parse(Path(zgstore.__file__).read_text()).body if isinstance(node, ast.If))
     told = {each.asname: node.module for node in block.body for each in node.names}
-    assert told.pop("capture") == "zgstore.building"
+    assert told.pop("capture") == "zgstore"
     assert told == {name: f"zgstore.{home}" for name, home in zgstore._HOME_OF.items()}
 
 

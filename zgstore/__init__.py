@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zgstore.building import capture as capture
+    from zgstore import capture as capture
     from zgstore.building.builder import build as build
     from zgstore.building.estimator import estimate as estimate
     from zgstore.building.estimator import points as points
@@ -100,7 +100,7 @@ __all__ = [*sorted(_HOME_OF), "capture"]  # noqa: PLE0604 - the table above is t
 
 def __getattr__(name: str) -> Any:
     if name == "capture":
-        found: Any = import_module("zgstore.building.capture")
+        found: Any = import_module("zgstore.capture")
     elif name in _HOME_OF:
         found = getattr(import_module(f"zgstore.{_HOME_OF[name]}"), name)
     else:

@@ -1,6 +1,6 @@
 """Run a teacher with hooks or an extractor: batches in, sample batches out.
 
-Known to recipes as ``zgstore.capture``. Shapes: B rows of a batch, T positions, S = the sum of the rows' lengths.
+Shapes: B rows of a batch, T positions, S = the sum of the rows' lengths.
 """
 
 from __future__ import annotations
