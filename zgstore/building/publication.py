@@ -18,6 +18,7 @@ from zgstore.errors import Conflict, Invalid, NonFinite
 from zgstore.format.digest import Digest, digest_of
 from zgstore.format.manifest import Column, Constant, Record, Snapshot
 from zgstore.format.pages import SHARDS_PER_LEAF, Blob, Dropped, LeafPage, RootPage, RowsPage, RowsRoot, Shard
+from zgstore.storage import partials
 from zgstore.storage.refs import Expectation
 from zgstore.storage.store import Session, Store
 
@@ -202,7 +203,8 @@ def publish(
     store = session.store
     pages = [digest_of("page", body) for body in assembled.pages]
     there = all(session.reserve([*pages, assembled.digest], "meta"))
-    if there and (ref is None or store.refs.get(ref, "head") == assembled.digest):
+    whole = partials.expected(store.path, assembled.digest) is None  # a part that was copied here is one no longer
+    if there and whole and (ref is None or store.refs.get(ref, "head") == assembled.digest):
         return False
     for body in assembled.pages:
         session.put_meta("page", body)
