@@ -38,14 +38,20 @@ def live_parameters(*belonging: Iterable[Tensor]) -> int:
     Every object that Python's collector knows is looked at: a teacher that somebody still holds is counted wherever
     it hides.
     """
-    gc.collect()
     known = {id(parameter) for parameters in belonging for parameter in parameters}
-    alive = 0
-    for each in gc.get_objects():
-        # By its type first: asking a lazy module's proxy for its class would load the module.
-        if issubclass(type(each), Tensor) and isinstance(each, nn.Parameter):
-            alive += each.numel() if id(each) not in known and not each.is_meta else 0
+    alive = _alive(known)
+    if alive:  # perhaps only garbage that nobody has collected yet
+        gc.collect()
+        alive = _alive(known)
     return alive
+
+
+def _alive(known: set[int]) -> int:
+    objects = gc.get_objects()
+    # By their types first: asking a lazy module's proxy for its class would load the module.
+    tensors = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
+    found = (each for each in objects if type(each) in tensors and isinstance(each, nn.Parameter))
+    return sum(each.numel() for each in found if id(each) not in known and not each.is_meta)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

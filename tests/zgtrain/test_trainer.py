@@ -1,0 +1,381 @@
+"""The loop: resumed anywhere it ends where it would have ended, and what it reports was counted."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import pytest
+import torch
+from students import noise_of, written
+from torch import nn
+
+import zgstore
+from zgtrain.checkpoint import load, state_digest
+from zgtrain.job import LossSpec, ScheduleSpec
+from zgtrain.trainer import train_block
+
+torch.set_num_threads(1)
+
+
+class Block(nn.Module):
+    def __init__(self, width=8, dropout=0.2):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.drop = nn.Dropout(dropout)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.drop(torch.tanh(self.up(x))))
+
+
+def block_of(seed=3, **args):
+    torch.manual_seed(seed)
+    return Block(**args)
+
+
+def masked(block, source, context):
+    return block(source)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("ragged"), ragged=True)
+
+
+def train(store, block=None, *, steps=7, lr=1e-2, make=torch.optim.AdamW, **options):
+    block = block or block_of()
+    optimizer = make([p for p in block.parameters() if p.requires_grad], lr=lr)
+    options = {"batch_size": 4, "seed": 5, "log_every": 3, **options}
+    with zgstore.read(store, "main") as reader:
+        return train_block(block, reader, source="h.0", target="h.1", optimizer=optimizer, steps=steps, **options)
+
+
+def stopped_at(step):
+    """A log and a stop that end the training before step ``step + 1``."""
+    seen = []
+
+    def log(line):
+        seen.append(line["step"])
+
+    return {"log": log, "log_every": 1, "stop": lambda: bool(seen) and seen[-1] >= step}
+
+
+# ---- resuming ----
+
+
+@pytest.mark.parametrize(
+    ("order", "workers"),
+    [("shuffled", 0), ("shuffled", 1), ("shuffled", 3), ("sequential", 1), ("sequential-first", 3)],
+)
+def test_stopped_after_any_step_and_resumed_it_ends_as_if_never_stopped(store, tmp_path, order, workers):
+    whole = train(store, order=order)
+    for step in range(1, 7):  # three steps an epoch: 3 and 6 are the last batches of one
+        path = tmp_path / f"{step}.pt"
+        with pytest.raises(zgstore.Interrupted):
+            train(store, order=order, workers=workers, checkpoint=path, **stopped_at(step))
+        assert load(path)["ledger"]["step"] == step
+        again = train(store, order=order, workers=workers, checkpoint=path)
+        assert again.state_digest == whole.state_digest
+        assert again.resumed_from == step
+        assert (again.first_window_mean_loss, again.last_window_mean_loss) == (
+            whole.first_window_mean_loss, whole.last_window_mean_loss)  # fmt: skip
+
+
+def test_stopped_twice_in_an_epoch_with_schedule_anchor_validation_and_accumulation(ragged, tmp_path):
+    options = {
+        "schedule": ScheduleSpec("cosine", warmup=2), "anchor": 0.5, "accumulate": 2, "batch_size": 2,
+        "validate_every": 2, "validate_rows": 2, "forward": masked, "checkpoint_every": 2, "loss": "smooth-l1",
+    }  # fmt: skip
+    whole = train(ragged, **options)
+    path = tmp_path / "c.pt"
+    for step in (1, 2, 4):
+        with pytest.raises(zgstore.Interrupted):
+            train(ragged, checkpoint=path, **options | stopped_at(step))
+    again = train(ragged, checkpoint=path, **options)
+    assert again.state_digest == whole.state_digest
+    assert again.validation_loss == whole.validation_loss
+    assert again.last_window_mean_loss == whole.last_window_mean_loss
+
+
+def test_what_is_lost_after_the_last_checkpoint_is_done_again(store, tmp_path):
+    whole, path = train(store), tmp_path / "c.pt"
+
+    def fall(line):
+        if line["step"] == 5:
+            raise RuntimeError("pulled the plug")
+
+    with pytest.raises(RuntimeError):
+        train(store, checkpoint=path, checkpoint_every=2, log=fall, log_every=1)
+    assert load(path)["ledger"]["step"] == 4
+    assert train(store, checkpoint=path).state_digest == whole.state_digest
+
+
+def test_steps_can_be_extended_where_the_rate_is_constant_and_only_there(store, tmp_path):
+    train(store, steps=4, checkpoint=tmp_path / "a.pt")
+    longer = train(store, steps=7, checkpoint=tmp_path / "a.pt")
+    assert longer.resumed_from == 4
+    assert longer.state_digest == train(store, steps=7).state_digest
+    train(store, steps=4, checkpoint=tmp_path / "b.pt", schedule="linear")
+    with pytest.raises(zgstore.Refused, match="job"):
+        train(store, steps=7, checkpoint=tmp_path / "b.pt", schedule="linear")
+
+
+def test_a_checkpoint_of_something_else_is_refused_by_name(store, ragged, tmp_path):
+    path = tmp_path / "c.pt"
+    train(store, checkpoint=path, block_id=0, job="one")
+    for changes, named in (({"job": "two"}, "job"), ({"block_id": 1}, "block")):
+        with pytest.raises(zgstore.Refused, match=f"is of {named}") as caught:
+            train(store, checkpoint=path, **{"block_id": 0, "job": "one"} | changes)
+        assert caught.value.exit_code == 25
+    with pytest.raises(zgstore.Refused, match="is of data"):
+        train(ragged, checkpoint=path, forward=masked, block_id=0, job="one")
+    with pytest.raises(zgstore.Refused, match=r"up\.weight"):
+        train(store, wide(), checkpoint=path, block_id=0, job="one")
+
+
+def wide():
+    block = block_of()
+    block.up, block.down = nn.Linear(8, 24), nn.Linear(24, 8)
+    return block
+
+
+def test_the_generators_go_on_where_they_were(store, tmp_path):
+    drawn = []
+
+    def forward(block, source, context):
+        drawn.append(float(torch.rand(())))
+        return block(source)
+
+    train(store, forward=forward)
+    whole = list(drawn)
+    drawn.clear()
+    with pytest.raises(zgstore.Interrupted):
+        train(store, forward=forward, checkpoint=tmp_path / "c.pt", **stopped_at(3))
+    train(store, forward=forward, checkpoint=tmp_path / "c.pt")
+    assert drawn == whole
+
+
+def test_a_damaged_shard_ends_it_by_name_and_the_step_before_is_kept(tmp_path):
+    store = written(tmp_path, rows=10, cut=1)
+    plan = store.read_plan("main", ["h.1"])
+    blob = plan.columns[0].blobs[3]
+    path = tmp_path / "store" / "objects" / blob.name[:2] / f"{blob.name}.safetensors"
+    whole = path.read_bytes()
+    path.chmod(0o600)
+    path.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    with pytest.raises(zgstore.Corrupt) as caught:
+        train(store, order="sequential", batch_size=2, checkpoint=tmp_path / "c.pt")
+    assert blob.name in caught.value.path
+    assert "zgstore verify" in caught.value.hint
+    assert load(tmp_path / "c.pt")["ledger"]["step"] == 3
+    path.write_bytes(whole)
+    again = train(store, order="sequential", batch_size=2, checkpoint=tmp_path / "c.pt")
+    assert again.state_digest == train(store, order="sequential", batch_size=2).state_digest
+
+
+# ---- what is minimised ----
+
+
+def test_accumulation_over_ragged_rows_equals_one_batch(ragged):
+    once = train(ragged, steps=5, batch_size=4, forward=masked, block=block_of(dropout=0.0), make=torch.optim.SGD)
+    block = block_of(dropout=0.0)
+    pieces = train(ragged, steps=5, batch_size=1, accumulate=4, forward=masked, block=block, make=torch.optim.SGD)
+    assert pieces.last_window_mean_loss == pytest.approx(once.last_window_mean_loss, rel=1e-5)
+    reference = block_of(dropout=0.0)
+    train(ragged, steps=5, batch_size=4, forward=masked, block=reference, make=torch.optim.SGD)
+    for mine, theirs in zip(block.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_what_lies_in_the_padding_changes_nothing(ragged):
+    def poisoned(block, source, context):
+        return block(source).masked_fill(~context["mask"][..., None], 1e4)
+
+    assert train(ragged, forward=poisoned).state_digest == train(ragged, forward=masked).state_digest
+
+
+def test_a_padded_batch_without_a_forward_is_refused_with_a_hint(ragged):
+    with pytest.raises(zgstore.Refused, match="padded") as caught:
+        train(ragged)
+    assert "forward" in caught.value.hint
+
+
+def test_frozen_parameters_are_left_alone(store):
+    block = block_of()
+    block.up.requires_grad_(requires_grad=False)
+    before, down = block.up.weight.clone(), block.down.weight.clone()
+    train(store, block, anchor=0.1)
+    assert torch.equal(block.up.weight, before)
+    assert not torch.equal(block.down.weight, down)
+    block.requires_grad_(requires_grad=False)
+    with pytest.raises(zgstore.Invalid, match="no parameter"):
+        train_block(block, zgstore.read(store, "main"), source="h.0", target="h.1", steps=1)
+
+
+def test_an_anchor_keeps_the_block_nearer_to_where_it_began(store):
+    def moved(anchor):
+        block = block_of()
+        start = [parameter.detach().clone() for parameter in block.parameters()]
+        train(store, block, anchor=anchor, steps=20)
+        return sum(float((p.detach() - s).norm()) for p, s in zip(block.parameters(), start, strict=True))
+
+    assert moved(20.0) < moved(0.0)
+
+
+def test_one_step_of_sgd_is_the_step_by_hand(store):
+    block, twin = block_of(dropout=0.0), block_of(dropout=0.0)
+    train(store, block, steps=1, make=torch.optim.SGD, order="sequential", max_grad_norm=0.1, schedule=ScheduleSpec(
+        "constant", warmup=2))  # fmt: skip
+    with zgstore.read(store, "main") as reader:
+        batch = reader.batch([0, 1, 2, 3])
+    error = (twin(batch["h.0"]) - batch["h.1"]).square().mean(-1) / batch["h.1"].square().mean(-1)
+    error.mean().backward()
+    nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.sub_(0.5 * 1e-2 * parameter.grad)
+    for mine, theirs in zip(block.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_autocast_computes_in_bf16_and_keeps_the_state_in_fp32(store):
+    dtypes = set()
+
+    def forward(block, source, context):
+        inner = block.up(source)
+        dtypes.add(inner.dtype)
+        return source + block.down(inner)
+
+    block = block_of()
+    train(store, block, forward=forward, precision="bf16")
+    assert dtypes == {torch.bfloat16}
+    assert {parameter.dtype for parameter in block.parameters()} == {torch.float32}
+
+
+def test_token_losses_go_through_the_frozen_interface(store):
+    torch.manual_seed(0)
+    head = nn.Linear(8, 7)
+    before = state_digest(head)
+    loss = LossSpec(token_ce=0.1, token_kl=0.2)
+    report = train(store, loss=loss, interface=head, steps=40)
+    assert report.frozen_interface_parameters == 8 * 7 + 7
+    assert report.last_window_mean_loss < report.first_window_mean_loss
+    assert state_digest(head) == before
+    with pytest.raises(zgstore.Invalid, match="interface"):
+        train(store, loss=loss)
+
+
+def test_a_loss_of_ones_own_is_each_tokens(store):
+    def absolute(prediction, target, context):
+        return (prediction - target).abs().mean(-1)
+
+    assert train(store, loss=absolute, steps=3).steps == 3
+    with pytest.raises(zgstore.Invalid, match=r"gave \[\]") as caught:
+        train(store, loss=lambda p, t, c: (p - t).square().mean())
+    assert "each token" in caught.value.hint
+
+
+def test_a_loss_that_is_not_finite_ends_it_and_keeps_the_last_checkpoint(store, tmp_path):
+    calls = itertools.count()
+
+    def forward(block, source, context):
+        return block(source) * (float("nan") if next(calls) == 4 else 1.0)
+
+    with pytest.raises(zgstore.NonFinite, match="step 5"):
+        train(store, forward=forward, checkpoint=tmp_path / "c.pt", checkpoint_every=2)
+    assert load(tmp_path / "c.pt")["ledger"]["step"] == 4
+
+
+def test_a_prediction_of_another_shape_is_refused(store):
+    with pytest.raises(zgstore.Invalid, match="its target is"):
+        train(store, forward=lambda block, source, context: (block(source),))
+
+
+def test_deterministic_mode_is_left_as_it_was(store):
+    seen = []
+
+    def forward(block, source, context):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return block(source)
+
+    assert train(store, forward=forward, deterministic=True).deterministic
+    assert seen[0] is True
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+# ---- what is reported ----
+
+
+def test_the_report_counts_and_carries_the_whole_snapshot_digest(store, tmp_path):
+    lines = []
+    report = train(store, steps=40, checkpoint=tmp_path / "c.pt", log=lines.append)
+    value = report.as_value()
+    assert value["snapshot"] == str(store.resolve("main"))
+    assert load(tmp_path / "c.pt")["snapshot"] == value["snapshot"]
+    assert (value["source"], value["target"], value["targets"], value["steps"]) == ("h.0", "h.1", "cached", 40)
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    first = [line["loss"] for line in lines[:32]]
+    assert value["first_window_mean_loss"] == pytest.approx(sum(first) / 32)
+    assert value["last_window_mean_loss"] == pytest.approx(sum(line["loss"] for line in lines[-32:]) / 32)
+    assert value["last_window_mean_loss"] < value["first_window_mean_loss"]
+    row = 2 * 5 * 8 * 4  # two boundaries of a row; context comes on top
+    assert value["bytes_read"] >= 13 * 10 * row + 4 * row
+    assert value["peak_memory_bytes"] > 1 << 20
+    assert value["seconds"]["total"] >= value["seconds"]["compute"] > 0
+    assert value["inter_block_gradient_bytes"] == 0
+    assert value["gradient_queries"] == 0
+    assert value["initial_digest"] == state_digest(block_of())
+    assert value["residual_error"] > 0
+
+
+def test_gradient_that_leaves_the_block_is_counted(store):
+    def asks(block, source, context):
+        return block(source.requires_grad_())
+
+    assert train(store, forward=asks, steps=1).inter_block_gradient_bytes == 4 * 5 * 8 * 4
+    neighbour = nn.Linear(8, 8)
+    through = train(store, forward=lambda block, source, context: block(neighbour(source)), steps=1)
+    assert through.inter_block_gradient_bytes == (8 * 8 + 8) * 4
+
+
+def test_parameters_that_should_not_be_alive_are_counted(store):
+    gc.collect()
+    before = train(store, steps=1).live_teacher_parameters
+    teacher = nn.Linear(30, 30)
+    assert train(store, steps=1).live_teacher_parameters - before == 30 * 31
+    del teacher
+    assert train(store, steps=1).live_teacher_parameters == before
+
+
+def test_validation_looks_at_rows_that_are_never_trained_on(store):
+    seen, lines = [], []
+
+    def forward(block, source, context):
+        if block.training:
+            seen.extend(context["row"].tolist())
+        return block(source)
+
+    report = train(store, forward=forward, validate_every=3, validate_rows=4, steps=9, log=lines.append)
+    assert set(seen) == {4, 5, 6, 7, 8, 9}
+    looked = [line for line in lines if "validation_loss" in line]
+    assert [line["step"] for line in looked] == [3, 6, 9]
+    assert report.validation_loss == looked[-1]["validation_loss"]
+    assert report.state_digest == train(store, forward=forward, validate_every=9, validate_rows=4, steps=9).state_digest
+
+
+def test_samples_without_a_sequence_axis_train_too(tmp_path):
+    flat = zgstore.Store.init(tmp_path / "flat")
+    pins = zgstore.Pins(teacher={"id": "t", "revision": "1", "measured": bytes(32)},
+                        data={"id": "d", "revision": "1", "pins": {}}, capture={})  # fmt: skip
+    with zgstore.writer(flat, pins, cut=1) as writer:
+        x = noise_of(10, 8)
+        writer.add(zgstore.SampleBatch(columns={"h.0": x, "h.1": x + 1}, context={"row": torch.arange(10)}))
+        writer.commit(ref="main", expect=None)
+    report = train(flat, steps=30)
+    assert report.last_window_mean_loss < report.first_window_mean_loss * 1.01
