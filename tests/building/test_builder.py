@@ -138,6 +138,19 @@ def test_several_devices_give_the_same_snapshot(tmp_path, store):
     assert build(Store.init(tmp_path / "s2"), path, devices=["cpu", "cpu"]).snapshot == first.snapshot
 
 
+def test_a_fault_of_one_replica_ends_the_others_at_their_next_shard(tmp_path, store):
+    slow = CODE.replace(
+        "        x = self.embed(input_ids)\n",
+        "        if input_ids[0, 0] == 29:\n            raise RuntimeError('this replica broke')\n"
+        "        SEEN.append(1)\n        time.sleep(0.05)\n        x = self.embed(input_ids)\n",
+    ).replace("import json\n", "import json\nimport time\n").replace("LOADED = []", "LOADED = []\nSEEN = []")
+    path, module = make_project(tmp_path / "p", rows=30, code=slow, storage="batches_per_shard = 1")
+    with pytest.raises(RuntimeError, match="this replica broke"):
+        build(store, path, devices=["cpu", "cpu"])
+    assert len(sys.modules[module].SEEN) < 6
+
+
+
 def test_a_limit_gives_exactly_so_many_rows_and_moves_no_ref(tmp_path, store):
     path, _ = make_project(tmp_path / "p", rows=12)
     report = build(store, path, limit=7)

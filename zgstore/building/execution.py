@@ -7,9 +7,10 @@ writing thread, and keeps it (a build), or only compares it (``verify --recomput
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -205,26 +206,32 @@ def run_tasks(run: Run, tasks: Sequence[Task]) -> None:
 
 def _run_all(run: Run, tasks: Sequence[Task]) -> None:
     replicas: list[nn.Module | None] = [*run.source.modules] or [None]
+    over = threading.Event()  # what ends one replica ends the others at their next shard
     with Background() as background:
         if len(replicas) == 1:
-            _run_share(run, background, replicas[0], tasks)
+            _run_share(run, background, replicas[0], tasks, over)
         else:
             with ThreadPoolExecutor(len(replicas)) as pool:
                 shares = [
-                    pool.submit(_run_share, run, background, module, tasks[at :: len(replicas)])
+                    pool.submit(_run_share, run, background, module, tasks[at :: len(replicas)], over)
                     for at, module in enumerate(replicas)
                 ]
-                for share in shares:
-                    share.result()
+                try:
+                    for share in as_completed(shares):
+                        share.result()
+                finally:
+                    over.set()
         background.drain()
 
 
-def _run_share(run: Run, background: Background, module: nn.Module | None, tasks: Sequence[Task]) -> None:
+def _run_share(
+    run: Run, background: Background, module: nn.Module | None, tasks: Sequence[Task], over: threading.Event
+) -> None:
     replay = Replay(run.source.recipe, run.inputs, limit=run.limit)
     pool = Pool()
     with _Hooks(run.source, module, pool) as hooks:
         for task in tasks:
-            if run.stop():
+            if over.is_set() or run.stop():
                 return
             left = run.refresh(task)
             if left.wanted:
