@@ -1,7 +1,9 @@
+import fcntl
 import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -85,6 +87,25 @@ def test_a_killed_holder_is_dead_at_once_on_this_host(store):
     assert (seen.uuid, seen.alive, seen.digests) == (uuid, False, b"")
     store.leases.remove(uuid)
     assert store.leases.all() == []
+
+
+def test_a_look_at_a_lease_in_its_first_moment_does_not_leave_it_unlocked(leases, monkeypatch):
+    opened = leases_module.locks.open_owned
+    looks = []
+
+    def looked_at(name, flags, *, mode, dir_fd):
+        handle = opened(name, flags, mode=mode, dir_fd=dir_fd)
+        look = os.open(name, os.O_RDONLY, dir_fd=dir_fd)
+        fcntl.flock(look, fcntl.LOCK_SH)
+        looks.append(threading.Timer(0.05, os.close, [look]))
+        looks[-1].start()
+        return handle
+
+    monkeypatch.setattr(leases_module.locks, "open_owned", looked_at)
+    with leases.take("build") as lease, (leases.root / "leases" / lease.uuid).open("rb") as other:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    looks[0].join()
 
 
 def test_on_the_same_boot_a_free_lock_is_not_enough(leases, monkeypatch):

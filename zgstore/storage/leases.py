@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 import uuid as uuids
 import weakref
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ TTL_SECONDS: Final = 3600
 REFRESH_SECONDS: Final = 60.0
 HEAD_BYTES: Final = 1024  # length, canonical msgpack, zeros: digests begin where they can be found even if it is torn
 WAIT_SECONDS: Final = 30.0
+LOOK_SECONDS: Final = 0.0005
 _MAX_LEASE_BYTES: Final = 1 << 32
 
 
@@ -182,7 +184,9 @@ class Leases:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND
             handle = locks.open_owned(uuid, flags, mode=self._file_mode, dir_fd=folder)
             try:
-                locks.try_lock(handle, exclusive=True)
+                # Whoever looks at leases tries each lock for a moment, this one too since its file is there.
+                while not locks.try_lock(handle, exclusive=True):
+                    time.sleep(LOOK_SECONDS)
                 write_all(handle, _head(purpose, ttl_seconds))
             except BaseException:
                 os.unlink(uuid, dir_fd=folder)
