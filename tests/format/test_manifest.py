@@ -173,6 +173,12 @@ def test_a_torn_or_changed_action_fails_its_own_digest(data):
         Action.decode(bytes(content))
 
 
+def test_a_sealed_action_with_a_field_of_no_width_is_corrupt():
+    value = canonical.decode(action().encode()[:-32])
+    with pytest.raises(Corrupt, match="8 bytes"):
+        Action.decode(encode_sealed("action", value | {"nonfinite": b"odd"}))
+
+
 def test_a_sealed_value_of_one_kind_is_not_read_as_another():
     sealed = encode_sealed("measurement", {"a": 1})
     assert decode_sealed("measurement", sealed) == {"a": 1}

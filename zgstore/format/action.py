@@ -41,7 +41,8 @@ class Action:
 
     def encode(self) -> bytes:
         """The body and, after it, its own digest: actions are not synced, and a torn one must be seen."""
-        body = canonical.encode(
+        return encode_sealed(
+            "action",
             {
                 "kind": "action",
                 "key": self.key.raw,
@@ -54,9 +55,8 @@ class Action:
                 "nonfinite": pack_u64(self.nonfinite),
                 "statistics": self.statistics,
                 "seconds": float(self.seconds),
-            }
+            },
         )
-        return body + digest_of("action", body).raw
 
     @classmethod
     def decode(cls, content: bytes) -> Self:
@@ -72,7 +72,7 @@ class Action:
             dtype=fields["dtype"],
             shape=tuple(fields["shape"]),
             platform=fields["platform"],
-            nonfinite=all_u64(fields["nonfinite"]),
+            nonfinite=all_u64(fixed_width("action", fields["nonfinite"], len(fields["nonfinite"]) // 8, each=8)),
             statistics=fields["statistics"],
             seconds=fields["seconds"],
         )
