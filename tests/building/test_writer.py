@@ -135,6 +135,17 @@ def test_the_owner_may_fill_the_same_tensors_again(store, tmp_path):
     assert digest == bring(Store.init(tmp_path / "other"), 2, ref=None)
 
 
+def test_the_owner_may_fill_the_same_ids_again(store):
+    ids = torch.zeros(3, dtype=torch.int64)
+    with writer(store, PINS, cut=2) as w:
+        for at in range(2):
+            ids.copy_(torch.arange(3) + 10 * at)
+            w.add(SampleBatch(states(at).columns, inputs(at), ids=ids))
+        w.commit(ref="main")
+    with zgstore.read(store, "main", columns=["id"]) as reader:
+        assert reader.column("id")[:].tolist() == [0, 1, 2, 10, 11, 12]
+
+
 def test_commit_compares_the_ref_with_what_was_expected(store):
     first = bring(store, 2)
     with writer(store, PINS, cut=2) as w:

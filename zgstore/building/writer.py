@@ -375,12 +375,7 @@ class Writer:
         columns = tuple(
             Wanted(c.name, c.role, c.depth, None, c.codec, "inputs", c, {"name": c.name}, b"") for c in first.columns
         )
-        shards = tuple(
-            ShardInputs(
-                at, 0, 0, len(shard.rows) // DIGEST_BYTES, 0, 0, shard.rows, b"", digest_of("batch", shard.rows)
-            )
-            for at, shard in enumerate(self._shards)
-        )
+        shards = tuple(_inputs(at, shard.rows) for at, shard in enumerate(self._shards))
         found = tuple(tuple(Found.of(shard.actions[c]) for shard in self._shards) for c in range(len(columns)))
         return BuildPlan(pins, columns, shards, found, ANY_PLATFORM)
 
@@ -408,10 +403,16 @@ def _inputs(index: int, rows: bytes) -> ShardInputs:
 
 
 def _own(batch: SampleBatch) -> SampleBatch:
-    def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def one(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.detach().to("cpu", copy=True)
+
+    def each(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
-    return replace(batch, columns=copied(batch.columns), outputs=copied(batch.outputs), context=copied(batch.context))
+    return replace(
+        batch, columns=each(batch.columns), outputs=each(batch.outputs), context=each(batch.context),
+        lengths=one(batch.lengths), starts=one(batch.starts), ids=one(batch.ids),
+    )  # fmt: skip
 
 
 def _tensors(batch: SampleBatch) -> dict[str, Tensor]:
