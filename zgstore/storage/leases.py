@@ -28,7 +28,7 @@ TTL_SECONDS: Final = 3600
 REFRESH_SECONDS: Final = 60.0
 HEAD_BYTES: Final = 1024  # length, canonical msgpack, zeros: digests begin where they can be found even if it is torn
 WAIT_SECONDS: Final = 30.0
-LOOK_SECONDS: Final = 0.0005
+LOOK_SECONDS: Final = 1.0  # beyond it, this file system's locks do not work as they should
 _MAX_LEASE_BYTES: Final = 1 << 32
 
 
@@ -185,8 +185,9 @@ class Leases:
             handle = locks.open_owned(uuid, flags, mode=self._file_mode, dir_fd=folder)
             try:
                 # Whoever looks at leases tries each lock for a moment, this one too since its file is there.
-                while not locks.try_lock(handle, exclusive=True):
-                    time.sleep(LOOK_SECONDS)
+                give_up = time.monotonic() + LOOK_SECONDS
+                while not locks.try_lock(handle, exclusive=True) and time.monotonic() < give_up:
+                    time.sleep(LOOK_SECONDS / 1000)
                 write_all(handle, _head(purpose, ttl_seconds))
             except BaseException:
                 os.unlink(uuid, dir_fd=folder)
