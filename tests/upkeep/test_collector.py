@@ -19,7 +19,7 @@ from tests.upkeep.bare_stores import (
 from zgstore.errors import Busy, Corrupt, Missing, Refused
 from zgstore.format.digest import Digest
 from zgstore.format.pages import RowsRoot
-from zgstore.storage import partials
+from zgstore.storage import leases, partials
 from zgstore.storage.store import Store
 from zgstore.upkeep import collector
 
@@ -452,6 +452,17 @@ def test_what_a_living_build_has_in_tmp_stays(store, later):
         report = run_both(store, now=True)
         assert report.leftovers.objects == 0
         assert report.kept["lease"].objects == 3
+        assert (store.path / "tmp" / session.uuid / draft.name).exists()
+
+
+def test_a_holder_that_turns_out_to_live_keeps_what_it_has_in_tmp(store, monkeypatch):
+    with store.writing("build") as session:
+        draft = session.draft()
+        with monkeypatch.context() as asleep:
+            asleep.setattr(leases, "_alive", lambda *_, **__: False)
+            report = collector.collect(store, before=lambda _: asleep.undo())
+        assert report.leftovers.objects == 0
+        assert (store.path / "leases" / session.uuid).exists()
         assert (store.path / "tmp" / session.uuid / draft.name).exists()
 
 

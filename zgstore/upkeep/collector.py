@@ -188,8 +188,11 @@ class _Collection:
                     self.store.refs.forget(name, kind, [entry])
 
     def _remove_leftovers(self) -> None:
-        for leftover in self.planned.leftovers:
-            if leftover.about is not None or (leftover.kind == "lease" and not self._bury(leftover.name)):
+        living: set[str] = set()
+        for leftover in self.planned.leftovers:  # a holder's lease comes before what it has in tmp/ and builds/
+            if leftover.kind == "lease" and not self._bury(leftover.name):
+                living.add(leftover.name)
+            if leftover.about is not None or leftover.name in living:
                 continue
             if leftover.kind == "tmp":
                 self.store.objects.remove_aside(leftover.name)
