@@ -292,6 +292,13 @@ def test_a_record_that_no_reflog_names_is_found_among_the_metadata(store):
     assert store.record_of(digest_of("snapshot", b"other")) is None
 
 
+def test_a_torn_ref_hides_no_record_of_another(store):
+    digest = publish(store, "one", time_seconds=3.0)
+    publish(store, "two", ref="other", time_seconds=4.0)
+    (store.path / "refs" / "heads" / "other").write_text("torn")
+    assert store.record_of(digest) == Record(digest, 3.0)
+
+
 def test_a_reader_s_lease_names_the_snapshot_while_it_is_used(store):
     digest = publish(store, "one")
     with store.using(digest, purpose="read") as lease:

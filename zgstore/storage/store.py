@@ -270,13 +270,17 @@ class Store:
         return Digest(raw) if isinstance(raw, bytes) and len(raw) == DIGEST_BYTES else None
 
     def record_of(self, snapshot: Digest) -> Record | None:
-        """The newest record about a snapshot: named by a reflog entry, else found among the metadata; None if none."""
-        found = []
-        for ref in self.refs.list():
-            for entry in self.refs.log(ref.name, ref.kind):
-                if entry.new == snapshot and entry.record is not None:
-                    with contextlib.suppress(Missing, Corrupt):
-                        found.append(self.record(entry.record))
+        """The newest record about a snapshot: named by a reflog entry, else found among the metadata; None if none.
+
+        What is torn among the refs hides no record that is not, and is left to ``verify`` to name.
+        """
+        found, torn = [], list[Corrupt]()
+        for ref in self.refs.list(damaged=torn):
+            with contextlib.suppress(NotFound):  # removed since it was listed
+                for entry in self.refs.log(ref.name, ref.kind, damaged=torn):
+                    if entry.new == snapshot and entry.record is not None:
+                        with contextlib.suppress(Missing, Corrupt):
+                            found.append(self.record(entry.record))
         if not found:
             for raw in self.objects.names("meta"):
                 with contextlib.suppress(Missing, Corrupt):
