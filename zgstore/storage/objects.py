@@ -223,11 +223,14 @@ class Objects(Trash):
         """A new file in a session's folder; see ``Draft``."""
         return Draft(session_fd, mode=self._file_mode, size_hint=size_hint, kind=kind)
 
-    def place(self, draft: Draft, digest: Digest, family: str, *, kind: str | None = None) -> None:
+    def place(self, draft: Draft, digest: Digest, family: str, *, kind: str | None = None) -> bool:
         """Give a finished draft its name.
 
         Rename without replacing. If the name is there: trusted by its stamp, else rehashed; if it is bad, it goes to
         quarantine and the new file takes its place.
+
+        Returns:
+            False if a sound file of that name was there, and the draft was not needed.
         """
         path = self.path(digest, family)
         while True:
@@ -239,12 +242,12 @@ class Objects(Trash):
                 rename_new(draft.dir_fd, draft.name, folder, path.name)
                 draft.placed()
                 self.touch([digest.raw], family)
-                return
+                return True
             if self.is_sound(digest, family, kind=kind):
                 # Whoever renamed it may not have synced the folder yet.
                 self.touch([digest.raw], family)
                 draft.discard()
-                return
+                return False
             self.quarantine(digest, family)
 
     def is_sound(self, digest: Digest, family: str, *, kind: str | None = None) -> bool:

@@ -35,6 +35,7 @@ class Session:
     def __init__(self, store: Store, purpose: str) -> None:
         self.store = store
         self.purpose = purpose
+        self.new_bytes = 0  # of blobs that the store did not have
         self._mutex = threading.RLock()
         self._reserved: dict[str, set[bytes]] = {family: set() for family in FAMILIES}
         self._pid = os.getpid()
@@ -71,7 +72,9 @@ class Session:
         """
         blob = draft.finish()  # fdatasync
         self.reserve([blob.digest])
-        self.store.objects.place(draft, blob.digest, "objects")
+        if self.store.objects.place(draft, blob.digest, "objects"):
+            with self._mutex:
+                self.new_bytes += blob.size
         return blob
 
     def put_meta(self, kind: str, body: bytes) -> Digest:
