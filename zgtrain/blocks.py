@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -32,6 +32,14 @@ from zgtrain.trainer import BlockReport, train_block
 CHECKPOINT, REPORT = "checkpoint.pt", "report.json"
 NOT_READ: Final = ("id", "start")
 _PRIVATE: Final = "private.json"
+
+
+class _Seen(NamedTuple):
+    """A parameter of a block that was made and let go."""
+
+    parameter: weakref.ref[nn.Parameter]
+    block: int
+    name: str
 
 
 def run(
@@ -288,23 +296,26 @@ def refuse_shared(job: Job, blocks: int) -> None:
             return
     except (FileNotFoundError, ValueError):
         pass
-    earlier: list[tuple[weakref.ref[nn.Parameter], int, str]] = []
+    earlier: list[_Seen] = []
     for block in range(blocks):
-        module = make_block(job, block)
-        # A parameter of a block before that is still alive although that block is gone is held by the factory.
-        held = {id(alive): (number, name) for ref, number, name in earlier if (alive := ref()) is not None}
-        for name, parameter in module.named_parameters():
-            if id(parameter) in held and parameter.requires_grad:
-                number, theirs = held[id(parameter)]
-                raise zgstore.Refused(
-                    f"the parameter {name!r} of block {block} is also {theirs!r} of block {number}",
-                    hint="blocks train apart: freeze it (requires_grad = False), or give each block a copy of its own",
-                    parameter=name,
-                )
-            earlier.append((weakref.ref(parameter), block, name))
-        del module
-        gc.collect()
+        earlier += _see_private(make_block(job, block), block, earlier)
     write_json(marker, mark)
+
+
+def _see_private(module: nn.Module, block: int, earlier: Sequence[_Seen]) -> list[_Seen]:
+    """A block's parameters; none may be one of a block before that is still alive although that block is gone."""
+    if any(seen.parameter() is not None for seen in earlier):
+        gc.collect()  # perhaps only garbage that nobody has collected yet
+    held = {id(alive): seen for seen in earlier if (alive := seen.parameter()) is not None}
+    for name, parameter in module.named_parameters():
+        if id(parameter) in held and parameter.requires_grad:
+            theirs = held[id(parameter)]
+            raise zgstore.Refused(
+                f"the parameter {name!r} of block {block} is also {theirs.name!r} of block {theirs.block}",
+                hint="blocks train apart: freeze it (requires_grad = False), or give each block a copy of its own",
+                parameter=name,
+            )
+    return [_Seen(weakref.ref(parameter), block, name) for name, parameter in module.named_parameters()]
 
 
 # ---- who runs it ----

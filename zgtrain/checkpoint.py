@@ -17,6 +17,9 @@ import zgstore
 
 FORMAT: Final = 1
 _SEAL: Final = "seal"
+_ZIP: Final = b"PK\x03\x04"
+# What torch.load has been seen to raise for files with a flipped bit.
+_UNREADABLE: Final = (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, OSError)
 
 
 def save(path: Path, state: Mapping[str, Any]) -> None:
@@ -46,10 +49,11 @@ def load(path: Path) -> dict[str, Any] | None:
         zgstore.Corrupt: if it is not what was saved.
     """
     try:
+        _see_archive(path)
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         return None
-    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+    except _UNREADABLE as error:
         raise _corrupt(path, str(error).split("\n")[0]) from error
     except Exception as error:  # torch raises its own UnpicklingError; it cannot be named without importing pickle
         if type(error).__name__ != "UnpicklingError":
@@ -60,6 +64,12 @@ def load(path: Path) -> dict[str, Any] | None:
     if state.pop(_SEAL, None) != _seal(state):
         raise _corrupt(path, "its content does not match its own digest")
     return state
+
+
+def _see_archive(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(len(_ZIP)) != _ZIP:  # torch would try to read it as what it wrote years ago
+            raise _corrupt(path, "it is no archive as torch.save writes it")
 
 
 def sync_folder(folder: Path) -> None:

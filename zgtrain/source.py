@@ -152,7 +152,8 @@ class Source:
         try:
             for step in steps:
                 coming.append(pool.submit(self.batches, step))
-                if len(coming) > workers + 1:
+                # Of a build that grows the next step may be long in coming: nothing waits that could be trained on.
+                while len(coming) > (workers + 1 if getattr(self.reader, "done", True) else 0):
                     yield _result(coming.popleft(), stop)
             while coming:
                 yield _result(coming.popleft(), stop)

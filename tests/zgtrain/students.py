@@ -92,14 +92,8 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.dropout(x)))) + self.frozen
 
 
-def block(number, dropout=0.1, shared=False, **_):
-    made = Block(dropout=dropout)
-    if shared:
-        made.up = SHARED
-    return made
-
-
-SHARED = nn.Linear(16, 32)
+def block(number, dropout=0.1, **_):
+    return Block(dropout=dropout)
 
 
 def forward(block, source, context):

@@ -1,0 +1,151 @@
+"""The job file: strictly read, with one identity for all that decides what is learned."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import zgstore
+from zgtrain.job import BlockLaunch, load_job
+
+JOB = """
+output = "runs/student"
+[snapshot]
+store = "cache"
+rev = "lock:main"
+recipe = "cache.toml"
+[student]
+block = "my.zero:block"
+interface = "my.zero:interface"
+args = { path = "models/x" }
+[train]
+steps = 64
+optimizer = { name = "adamw", lr = 2e-5, betas = [0.9, 0.95], weight_decay = 0.0 }
+"""
+
+
+@pytest.fixture
+def read(tmp_path):
+    def reader(text=JOB, *overrides, name="job.toml", folder=tmp_path):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+        return load_job(folder / name, overrides)
+
+    return reader
+
+
+def test_paths_are_the_files_own_and_defaults_are_filled_in(read, tmp_path):
+    job = read()
+    assert job.output == tmp_path / "runs/student"
+    assert job.folder(3) == tmp_path / "runs/student/block-003"
+    assert job.snapshot.store == tmp_path / "cache"
+    assert job.snapshot.recipe == tmp_path / "cache.toml"
+    assert (job.train.order, job.train.precision, job.train.max_grad_norm) == ("shuffled", "fp32", 1.0)
+    assert (job.train.loss.name, job.train.gradient) == ("relative-mse", {"name": "backprop"})
+    assert job.student.block.directory == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "named", "hint"),
+    [
+        ("[train]\nsed = 1", "train.sed", "seed"),
+        ("[train]\nstepz = 1", "train.stepz", "steps"),
+        ('[train]\nloss = { nam = "mse" }', "train.loss.nam", "name"),
+        ("[train]\noptimizer = { lrr = 1.0 }", "train.optimizer.lrr", "lr"),
+        ("[validation]\nrows = 3", "validation", "validate"),
+        ('[train]\norder = "shufled"', "train.order", "shuffled"),
+        ('[train]\nloss = "relative_mse"', "train.loss.name", "relative-mse"),
+        ('[train]\nprecision = "fp16"', "train.precision", "bf16"),
+        ("[train]\nsteps = 0", "train.steps", "at least 1"),
+        ('[train]\nsteps = "many"', "train.steps", "int"),
+        ("[train]\noptimizer = { lr = -1.0 }", "train.optimizer.lr", "finite"),
+        ('[train]\nforward = "nothing"', "train.forward", "module:function"),
+        ("[train]\nnoise = 0.1", "train.noise", "clean"),
+        ('[train]\ngradient = { name = "zeroth" }', "train.gradient.name", "backprop"),
+        ("[validate]\nevery = 4", "validate.rows", "both"),
+        ("[launch.blocks.x]\nprocesses = 2", "launch.blocks.x", "count from 0"),
+        ("[launch.blocks.1]\nprocesses = 3\ndata_parallel = 2", "launch.blocks.1.data_parallel", "divisor"),
+        ('[student]\nboundaries = ["a"]', "student.boundaries", "at least two"),
+    ],
+)
+def test_what_a_job_may_not_say_is_named_with_what_it_may(read, line, named, hint):
+    section = line.split("\n")[0]
+    text = JOB.replace(section, line) if section in JOB else f"{JOB}\n{line}"
+    for key in ("optimizer", "steps"):
+        if section == "[train]" and f"{key} =" in line:
+            text = "\n".join(each for each in text.split("\n") if not each.startswith(f"{key} =") or each in line)
+    with pytest.raises(zgstore.Invalid) as caught:
+        read(text)
+    assert caught.value.fields["key"] == named
+    assert hint in caught.value.message + caught.value.hint
+
+
+def test_what_must_be_said_is_asked_for(read, tmp_path):
+    for line in ("steps = 64", 'rev = "lock:main"', 'output = "runs/student"', 'block = "my.zero:block"'):
+        with pytest.raises(zgstore.Invalid, match="is missing"):
+            read(JOB.replace(line, ""))
+    with pytest.raises(zgstore.Invalid, match="there is no job"):
+        load_job(tmp_path / "none.toml")
+    with pytest.raises(zgstore.Invalid, match="not TOML"):
+        read("a = ")
+
+
+def test_token_losses_need_an_interface(read):
+    text = JOB + "loss = { token_kl = 0.5 }"
+    assert read(text).train.loss.token_kl == 0.5
+    with pytest.raises(zgstore.Invalid, match=r"student\.interface"):
+        read(text.replace('interface = "my.zero:interface"', ""))
+
+
+def test_overrides_are_dotted_keys_and_values_as_toml_writes_them(read):
+    job = read(JOB, "train.lr=1e-4", "train.steps=8", "train.order=sequential", 'log.wandb={ project = "p" }')
+    assert job.train.optimizer.options["lr"] == 1e-4
+    assert job.train.optimizer.options["betas"] == [0.9, 0.95]
+    assert (job.train.steps, job.train.order, job.log.wandb) == (8, "sequential", {"project": "p"})
+    with pytest.raises(zgstore.Invalid, match="sets nothing"):
+        read(JOB, "train.steps")
+    with pytest.raises(zgstore.Invalid, match=r"train\.stps"):
+        read(JOB, "train.stps=8")
+
+
+def test_blocks_can_have_processes_of_their_own(read):
+    job = read(JOB + "[launch.blocks.3]\nprocesses = 4\ndata_parallel = 2")
+    assert job.launch.blocks == {3: BlockLaunch(4, 2)}
+
+
+SAME = [
+    "output=elsewhere", "log.every=1", "log.tensorboard=true", "launch.parallel=4", "train.checkpoint_every=1",
+    "train.steps=128", "train.workers=3", "snapshot.rev=other",
+]  # fmt: skip
+OTHER = [
+    "train.lr=1e-3", "train.seed=1", "train.batch_size=8", "train.accumulate=2", "train.order=sequential",
+    "train.max_grad_norm=2.0", "train.precision=bf16", "train.deterministic=true", "train.anchor=0.1",
+    "train.loss=mse", "train.loss.token_ce=0.1", 'student.args={ path = "models/y" }', "student.block=my.zero:other",
+    'student.boundaries=["a", "b"]', "train.forward=my.zero:forward", "train.schedule.warmup=3",
+    "train.schedule={ name = \"cosine\" }",
+]  # fmt: skip
+
+
+def test_the_identity_is_of_what_is_learned_and_of_nothing_else(read, tmp_path):
+    whole = read().identity()
+    assert whole.startswith("blake3:")
+    assert {read(JOB, each).identity() for each in SAME} == {whole}
+    assert read(folder=tmp_path / "moved").identity() == whole
+    others = {read(JOB, each).identity() for each in OTHER}
+    assert len(others) == len(OTHER)
+    assert whole not in others
+    held_out = read(JOB, "validate.every=2", "validate.rows=3")
+    assert held_out.identity() != whole
+    assert held_out.identity() == read(JOB, "validate.every=9", "validate.rows=3").identity()
+
+
+def test_the_steps_belong_to_it_where_the_rate_depends_on_them(read):
+    cosine = JOB + 'schedule = { name = "cosine" }'
+    assert read(cosine).identity() != read(cosine, "train.steps=65").identity()
+
+
+def test_a_job_is_read_without_torch():
+    code = "import sys, zgtrain.job, zgtrain; zgtrain.load_job; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
