@@ -139,16 +139,19 @@ def test_several_devices_give_the_same_snapshot(tmp_path, store):
 
 
 def test_a_fault_of_one_replica_ends_the_others_at_their_next_shard(tmp_path, store):
-    slow = CODE.replace(
-        "        x = self.embed(input_ids)\n",
-        "        if input_ids[0, 0] == 29:\n            raise RuntimeError('this replica broke')\n"
-        "        SEEN.append(1)\n        time.sleep(0.05)\n        x = self.embed(input_ids)\n",
-    ).replace("import json\n", "import json\nimport time\n").replace("LOADED = []", "LOADED = []\nSEEN = []")
+    slow = (
+        CODE.replace(
+            "        x = self.embed(input_ids)\n",
+            "        if input_ids[0, 0] == 29:\n            raise RuntimeError('this replica broke')\n"
+            "        SEEN.append(1)\n        time.sleep(0.05)\n        x = self.embed(input_ids)\n",
+        )
+        .replace("import json\n", "import json\nimport time\n")
+        .replace("LOADED = []", "LOADED = []\nSEEN = []")
+    )
     path, module = make_project(tmp_path / "p", rows=30, code=slow, storage="batches_per_shard = 1")
     with pytest.raises(RuntimeError, match="this replica broke"):
         build(store, path, devices=["cpu", "cpu"])
     assert len(sys.modules[module].SEEN) < 6
-
 
 
 def test_a_limit_gives_exactly_so_many_rows_and_moves_no_ref(tmp_path, store):
@@ -291,6 +294,8 @@ def test_another_batch_size_or_cut_is_named_and_changes_no_pin(tmp_path, store):
     wider = build(store, write_recipe(tmp_path / "p", module, data_args="batch_size = 4"), explain=True)
     assert {why.reason for why in wider.explain if not why.hit} >= {"changed: batches (their size, order or padding)"}
     cut = build(store, write_recipe(tmp_path / "p", module, storage="batches_per_shard = 3"), ref="cut", explain=True)
+    finer = build(store, write_recipe(tmp_path / "p", module, storage="batches_per_shard = 1"), ref="cut", explain=True)
+    assert {why.reason for why in finer.explain if not why.hit} == {"changed: cut"}
     assert first.pins == wider.pins == cut.pins
 
 
@@ -411,6 +416,22 @@ def test_an_extractor_can_leave_rows_out_and_their_ids_survive(tmp_path, store):
     changed = build(store, path, explain=True)
     assert changed.snapshot != report.snapshot
     assert any("extractor.args.drop" in why.reason for why in changed.explain)
+
+
+@pytest.mark.parametrize("more", ["first", "later"])
+def test_an_extractor_gives_every_batch_the_same_columns(tmp_path, store, more):
+    code = """
+    from zgstore.capture import Trajectory
+
+    def extract(teacher, batch, more):
+        hidden = teacher.embed(batch["input_ids"])
+        first = int(batch["input_ids"][0, 0]) == 1
+        return Trajectory({"a": hidden} | ({"b": hidden} if first == (more == "first") else {}))
+    """
+    _path, module = make_project(tmp_path / "p", more=code, boundaries=())
+    capture = f'extractor = "{module}:extract"\nargs = {{ more = "{more}" }}'
+    with pytest.raises(Invalid, match="'b'"):
+        build(store, write_recipe(tmp_path / "p", module, boundaries=(), capture=capture))
 
 
 def test_a_dry_run_says_what_would_be_done_and_does_nothing(tmp_path, store):

@@ -130,3 +130,22 @@ def test_top_k_logits_are_log_probabilities_less_one_number():
     assert bool((found["topk_values"].diff(dim=-1) <= 0).all())
     with pytest.raises(Invalid, match="top 51"):
         topk_logits(51)(logits)
+
+
+@pytest.mark.parametrize(
+    ("give", "why"),
+    [
+        (lambda x: Trajectory({}), "no boundary and no output"),
+        (lambda x: Trajectory({"h": x}, outputs={"h": x}), "'h' is more than one column"),
+        (lambda x: Trajectory({"h": x}, context={"h": x}), "'h' is more than one column"),
+        (lambda x: Trajectory({"input_ids": x}), "'input_ids' is more than one column"),
+        (lambda x: Trajectory({"id": x}), "column 'id'"),
+        (lambda x: Trajectory({"h": x}, context={"start": x}), "column 'start'"),
+    ],
+)
+def test_the_columns_of_a_trajectory_have_names_of_their_own(give, why):
+    extraction = Extraction(
+        torch.nn.Identity(), lambda _, batch: give(batch["input_ids"].float()), context=["input_ids"]
+    )
+    with pytest.raises(Invalid, match=why):
+        extraction({"input_ids": torch.ones(2, 3, dtype=torch.int64)})

@@ -158,6 +158,7 @@ class _Build:
             session=self.session, source=prepared.source, inputs=prepared.inputs, limit=self.options.limit,
             finish=self._durable, refresh=self._adopt, stop=self.options.stop, tick=self._tick(tasks),
             constants={constant.name: constant.blob.raw for constant in prepared.constants},
+            columns=tuple(wanted.name for wanted in plan.columns) if self.recipe.capture.extractor else (),
         )  # fmt: skip
         try:
             if tasks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -167,6 +167,7 @@ class Run:
         stop: Asks whether to end after the shard in flight.
         tick: Called with (rows, bytes) handed over.
         constants: Digest by name, as the first batch gave them; filled here for an extractor's.
+        columns: All that an extractor's first batch gave; empty if that is not known.
     """
 
     session: Session
@@ -179,6 +180,7 @@ class Run:
     tick: Callable[[int, int], None] = lambda _rows, _size: None
     check_space: bool = True
     constants: dict[str, bytes] = field(default_factory=dict)
+    columns: Collection[str] = ()
     drafts: list[ShardDraft] = field(default_factory=list)
     teacher_seconds: float = 0.0
     store_seconds: float = 0.0
@@ -329,6 +331,12 @@ def _tensors(
     if recipe.capture.extractor is not None:
         _check_constants(run, sample)
         tensors |= columns_beside(sample)
+        more = [name for name in (*sample.columns, *sample.outputs) if run.columns and name not in run.columns]
+        if more:
+            raise Invalid(
+                f"the extractor gave the column {more[0]!r} for the batch at row {first}, and none such before",
+                hint=f"it gave {', '.join(sorted(run.columns))}; give every batch the same columns",
+            )
         return {wanted.name: tensors[wanted.name] for wanted in task.wanted if wanted.name in tensors}, sample
     runs = lengths_of(batch, recipe.capture.lengths) if recipe.capture.lengths else None
     ragged = set(sample.packed)

@@ -117,15 +117,15 @@ _PART_NAMES: Final = {
 def _shard_change(plan: BuildPlan, shard: ShardInputs, before: Snapshot | None, inputs: Sequence[Digest]) -> str:
     if before is None:
         return "never built"
-    if shard.index >= len(inputs):
-        return "new rows"
-    if inputs[shard.index] == shard.inputs:
+    if shard.index < len(inputs) and inputs[shard.index] == shard.inputs:
         return "its blob or its action is gone, or was made on another platform"
     changes = pin_changes(before.pins, plan.pins)
     named = [name for name in changes if name.startswith("data.") and name != "data.digest"]
     if named:
         return f"changed: {', '.join(named)}"
     if "data.digest" in changes:
-        return "new rows" if shard.index == len(inputs) - 1 else "changed: rows (data.digest)"
-    what = "cut" if before.cut != plan.shards[0].batches else "batches (their size, order or padding)"
-    return f"changed: {what}"
+        return "new rows" if shard.index >= len(inputs) - 1 else "changed: rows (data.digest)"
+    cut = plan.shards[0].batches  # of a single shard perhaps less than the cut
+    if before.cut < cut or (before.cut > cut and len(plan.shards) > 1):
+        return "changed: cut"
+    return "changed: batches (their size, order or padding)"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zgstore.building.hooks import moved, said
 from zgstore.building.pool import Pool, copied
+from zgstore.building.recipe import RESERVED_COLUMNS
 from zgstore.building.rows import Batch, SampleBatch
 from zgstore.building.rules import Rules, View, kept_rows
 from zgstore.building.teacher import device_of
@@ -89,6 +90,7 @@ class Extraction:
                 self._teacher, {key: moved(value, device) for key, value in batch.items()}, **self._args
             )
             rows, left_out = _checked(found, view.rows)
+            _check_names(found, self._rules.context)
             kept = None if rows is None else torch.tensor(rows, dtype=torch.int64)
             count = view.rows if rows is None else len(rows)
             short = dataclasses.replace(
@@ -140,6 +142,18 @@ def _checked(found: Any, rows: int) -> tuple[tuple[int, ...] | None, dict[int, s
         raise Invalid(f"the extractor both kept and left out row {both[0]}", hint="do one of them")
     left_out |= {row: "left out by the extractor" for row in range(rows) if row not in kept and row not in left_out}
     return (None, {}) if not left_out else (kept, left_out)
+
+
+def _check_names(found: Trajectory, context: Collection[str]) -> None:
+    if not found.boundaries and not found.outputs:
+        raise Invalid("the extractor gave no boundary and no output", hint="give the states that are to be kept")
+    names = [*found.boundaries, *found.outputs, *{*context, *found.context}]
+    for name in names:
+        if names.count(name) > 1:
+            raise Invalid(f"{name!r} is more than one column of the trajectory", hint="name each column once")
+    for name in RESERVED_COLUMNS:
+        if name in {*found.boundaries, *found.outputs, *found.context}:
+            raise Invalid(f"the extractor gave a column {name!r}", hint="it is made by itself where it is needed")
 
 
 def topk_logits(k: int) -> Callable[[Tensor], dict[str, Tensor]]:
