@@ -18,6 +18,7 @@ from zgstore.reading.opening import follow, read
 from zgstore.reading.reader import Reader
 from zgstore.reading.sampler import Sampler
 from zgstore.storage.leases import Leases
+from zgstore.storage.memos import Memos
 from zgstore.storage.store import Store
 
 
@@ -149,6 +150,35 @@ def test_a_follower_waits_for_rows_that_another_thread_makes(growing):
         assert reader.wait(5)
         assert torch.equal(reader[5]["h.0"], growing.rows["h.0"][5])
         later.join()
+    growing.end()
+
+
+def test_a_follower_takes_up_no_shard_that_its_lease_does_not_name(growing, monkeypatch):
+    parse = Memos.build
+    growing.shard(0, 2)
+    with follow(growing.store, growing.uuid) as reader:
+        growing.shard(2, 4)
+
+        def grows_meanwhile(memos, uuid):
+            found = parse(memos, uuid)
+            growing.shard(4, 6)
+            return found
+
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(Memos, "build", grows_meanwhile)
+            assert reader.refresh() == 4
+        assert reader.refresh() == 6
+        (lease,) = [lease for lease in growing.store.leases.all() if lease.purpose == "follow"]
+        assert all(blob.digest.raw in lease.digests for shard in growing.shards for blob in shard.blobs)
+    growing.end()
+
+
+def test_a_follower_that_waits_parses_only_what_has_grown(growing, monkeypatch):
+    growing.shard(0, 2)
+    with follow(growing.store, growing.uuid) as reader:
+        reader.refresh()
+        monkeypatch.setattr(Memos, "build", lambda *_: pytest.fail("nothing was added"))
+        assert reader.refresh() == 2
     growing.end()
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from zgstore.building import lockfile
 from zgstore.errors import Interrupted, Missing
 from zgstore.format.digest import Digest
-from zgstore.format.manifest import Column
+from zgstore.format.manifest import Column, Constant
 from zgstore.format.readplan import BlobPlan, ReadPlan
 from zgstore.reading.blobs import Stamp
 from zgstore.reading.layouts import auxiliaries
@@ -78,8 +78,8 @@ def follow(store: Store, build: str, columns: Sequence[str] | None = None, *, ve
     """
     lease = store.leases.try_take("follow")
     try:
-        everything = store.build_plan(build, None)[0]
-        available = [each.column for each in everything.columns]
+        grown = store.memos.build(build)
+        available = grown.columns if grown is not None else ()
         wanted = [column.name for column in available] if columns is None else list(columns)
         chosen = [column for column in available if column.name in wanted]
         names = [*wanted, *auxiliaries(chosen, available)]
@@ -123,13 +123,14 @@ class Follower(Reader):
         self._lease = lease
         self._names = list(names)
         self._verify_open = verify == "open"
+        self._seen_bytes = 0
         self.done = done
 
     def __reduce__(self) -> tuple[Any, ...]:
         return plain_reader, (self.__getstate__(),)
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = {"_store", "_lease", "_names", "_verify_open", "done"}
+        mine = {"_store", "_lease", "_names", "_verify_open", "_seen_bytes", "done"}
         return {name: value for name, value in super().__getstate__().items() if name not in mine}
 
     def refresh(self) -> int:
@@ -138,12 +139,16 @@ class Follower(Reader):
         Raises:
             Corrupt: with ``verify="open"``, if a new blob is not what its name says.
         """
-        if not self.done:
-            plan, done = _leased_build_plan(
+        if self.done:
+            return len(self)
+        # Asked many times between two shards: only a file that has grown is parsed, and its blobs are looked for.
+        grown_bytes = self._store.memos.build_bytes(self.build)
+        if not grown_bytes or grown_bytes != self._seen_bytes:
+            plan, self.done = _leased_build_plan(
                 self._store, self._lease, self.build, self._names, since=len(self._table.plan.shard_rows)
             )
             self._table.grow(plan)
-            self.done = done
+            self._seen_bytes = grown_bytes
             if self._verify_open:
                 self.verify_all()
         return len(self)
@@ -217,12 +222,14 @@ def _columns(store: Store, digest: Digest, columns: Sequence[str] | None) -> tup
 def _leased_build_plan(
     store: Store, lease: Lease | None, build: str, names: Sequence[str], *, since: int
 ) -> tuple[ReadPlan, bool]:
-    """The same order for a growing build: its new blobs are named before they are seen to be there."""
+    """The same order for a growing build: what is new of it is named, then seen to be there, and no more taken up."""
     grown = store.memos.build(build)
     if grown is not None:
         digests = [blob.digest for shard in grown.shards[since:] for blob in shard.blobs]
+        if not since:
+            digests += [Constant.from_value(value).blob for value in grown.head.get("constants") or ()]
         _name(store, lease, digests if grown.snapshot is None else [*digests, grown.snapshot])
-    return store.build_plan(build, names)
+    return store.build_plan(build, names, grown=grown)
 
 
 def _name(store: Store, lease: Lease | None, digests: Sequence[Digest]) -> None:

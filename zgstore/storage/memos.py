@@ -174,6 +174,14 @@ class Memos:
         except FileNotFoundError:
             return None
 
+    def build_bytes(self, uuid: str) -> int:
+        """How far a build's file has grown: that nothing was added shows without a parse; 0 if there is none."""
+        try:
+            with directory(self.root, "builds") as folder:
+                return os.stat(uuid, dir_fd=folder, follow_symlinks=False).st_size if _UUID.fullmatch(uuid) else 0
+        except FileNotFoundError:
+            return 0
+
     def remove_build(self, uuid: str) -> None:
         """Remove a build's file: published long ago, or its lease dead."""
         if _UUID.fullmatch(uuid):

@@ -14,6 +14,7 @@ from zgstore.format.manifest import Column, Constant
 from zgstore.format.pages import Blob
 from zgstore.format.readplan import BlobPlan, ColumnPlan, ReadPlan
 from zgstore.storage import partials
+from zgstore.storage.builds import Build
 from zgstore.storage.session import missing_parts
 
 if TYPE_CHECKING:
@@ -69,15 +70,23 @@ def read_plan(store: Store, digest: Digest, columns: Sequence[str] | None = None
         ) from error
 
 
-def build_plan(store: Store, build: str, columns: Sequence[str] | None = None) -> tuple[ReadPlan, bool]:
+def build_plan(
+    store: Store, build: str, columns: Sequence[str] | None = None, *, grown: Build | None = None
+) -> tuple[ReadPlan, bool]:
     """The same of a build that is still growing, as far as it is, and whether it is done.
+
+    Args:
+        store: Where it is.
+        build: Its UUID.
+        columns: The columns wanted; None for all.
+        grown: How far it is taken up: what a lease names; None for as far as it is by now.
 
     Raises:
         NotFound: if there is no such build.
         Invalid: if it has no such column.
         Missing, Corrupt: as for a snapshot.
     """
-    grown = store.memos.build(build)
+    grown = grown or store.memos.build(build)
     if grown is None:
         raise NotFound(f"there is no build {build!r}", hint="it was published and collected: read its ref")
     by_name = {column.name: at for at, column in enumerate(grown.columns)}

@@ -17,6 +17,7 @@ from zgstore.format.manifest import Record, Snapshot
 from zgstore.format.pages import Dropped, LeafPage, RootPage, Shard
 from zgstore.format.readplan import ReadPlan
 from zgstore.storage import plans
+from zgstore.storage.builds import Build
 from zgstore.storage.config import CONFIG, OBJECT_MODE, POLICIES, make_store, read_config
 from zgstore.storage.files import Stat, clock, directory, faults, listing
 from zgstore.storage.index import Index, Stamp
@@ -293,9 +294,11 @@ class Store:
         """All that a reader opens files by; presence and stamps are looked up here. See ``plans.read_plan``."""
         return plans.read_plan(self, rev if isinstance(rev, Digest) else self.resolve(rev), columns)
 
-    def build_plan(self, build: str, columns: Sequence[str] | None = None) -> tuple[ReadPlan, bool]:
+    def build_plan(
+        self, build: str, columns: Sequence[str] | None = None, *, grown: Build | None = None
+    ) -> tuple[ReadPlan, bool]:
         """The same of a build that is still growing, and whether it is done. See ``plans.build_plan``."""
-        return plans.build_plan(self, build, columns)
+        return plans.build_plan(self, build, columns, grown=grown)
 
     # -- writing and using -----------------------------------------------------------------------------------------
 
