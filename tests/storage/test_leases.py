@@ -102,9 +102,12 @@ def test_a_look_at_a_lease_in_its_first_moment_does_not_leave_it_unlocked(leases
         return handle
 
     monkeypatch.setattr(leases_module.locks, "open_owned", looked_at)
-    with leases.take("build") as lease, (leases.root / "leases" / lease.uuid).open("rb") as other:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    with (
+        leases.take("build") as lease,
+        (leases.root / "leases" / lease.uuid).open("rb") as other,
+        pytest.raises(BlockingIOError),
+    ):
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
     looks[0].join()
 
 
