@@ -30,7 +30,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         state: Mappings, lists, tensors, numbers and text.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.new")  # the same each time, so that kills leave at most one behind
     try:
         with temporary.open("wb") as file:
             torch.save({**state, "format": FORMAT, _SEAL: _seal(state)}, file)
