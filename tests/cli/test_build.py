@@ -41,6 +41,8 @@ class Teacher(nn.Module):
         self.norm = nn.LayerNorm(8)
 
     def forward(self, input_ids):
+        if os.path.exists("slow"):
+            time.sleep(0.2)
         h = self.embed(input_ids)
         for layer in self.layers:
             h = layer(h)
@@ -73,9 +75,6 @@ class Batches:
     def __iter__(self):
         for start in range(0, self.rows, 2):
             ids = torch.arange(start, start + 2).unsqueeze(1).expand(2, 4) % 50
-            if os.path.exists("slow"):
-                open("started", "w").close()
-                time.sleep(0.2)
             yield {"input_ids": ids.clone()}
 
     def decode(self, ids):
@@ -248,7 +247,9 @@ def test_build_refuses_what_makes_no_sense(made, zg, words):
 
 
 def test_locked_without_a_lock_file_is_not_found(made, zg):
-    assert zg("build", "toy.toml", "--locked").code == 10
+    ran = zg("build", "toy.toml", "--locked")
+    assert ran.code == 10
+    assert "or above" not in ran.err  # it is looked for beside the recipe
 
 
 def test_locked_verifies_what_is_there_and_exits_by_1_if_another_comes_out(made, zg, tmp_path):
