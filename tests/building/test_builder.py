@@ -509,7 +509,9 @@ def test_locked_stops_at_a_present_snapshot_and_names_what_differs(tmp_path, sto
     file, locked = lockfile.lock(store, "cache")
     assert file == tmp_path / "p" / "zgstore.lock"
     assert (locked.snapshot, locked.recipe) == (report.snapshot, report.recipe)
-    assert build(store, path, locked=True).locked == "present"
+    assert (build(store, path, locked=True).locked, build(store, path, locked=True).ref) == ("present", "cache")
+    store.refs.remove("cache", "head")
+    assert build(store, path, locked=True).ref is None  # it moves none, and none names it
     other = Store.init(tmp_path / "other")
     assert build(other, path, locked=True).locked == "same"
     third = Store.init(tmp_path / "third")

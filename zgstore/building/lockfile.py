@@ -58,7 +58,7 @@ def read(path: Path) -> dict[str, Locked]:
     try:
         value = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise NotFound(f"there is no lock file {path}", hint="`zgstore lock NAME` writes one") from error
+        raise NotFound(f"there is no lock file {path}", hint=f"`zgstore lock NAME --file {path}` writes one") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Invalid(f"{path} is not TOML: {error}", hint="restore it from version control") from error
     return {name: _section(path, name, section) for name, section in value.items()}

@@ -62,17 +62,17 @@ def known_bytes(plan: BuildPlan, tasks: Sequence[Task]) -> int:
 
 def lock_of(recipe: Recipe, ref: str | None) -> lockfile.Locked:
     """The section of the lock file beside the recipe."""
-    path = recipe.directory / lockfile.FILE_NAME
-    return lockfile.section(path if path.is_file() else None, ref or recipe.name, recipe.directory)
+    return lockfile.section(recipe.directory / lockfile.FILE_NAME, ref or recipe.name, recipe.directory)
 
 
 def already_there(store: Store, lock: lockfile.Locked, ref: str | None) -> BuildReport:
     """The report of a build that stops at the locked snapshot."""
     snapshot = store.snapshot(lock.snapshot)
     root = store.root(snapshot)
-    total = sum(sum(all_u64(packed)) for packed in root.column_bytes)
+    total = sum(sum(all_u64(packed)) for packed in root.column_bytes) + sum(each.size for each in snapshot.constants)
+    named = ref if ref is not None and store.refs.get(ref, "head") == lock.snapshot else None
     return BuildReport(
-        snapshot=lock.snapshot, recipe=lock.recipe, pins=snapshot.pins.digest(), ref=ref, samples=snapshot.samples,
+        snapshot=lock.snapshot, recipe=lock.recipe, pins=snapshot.pins.digest(), ref=named, samples=snapshot.samples,
         teacher="measured", teacher_loaded=False, shards_built=0, shards_reused=sum(all_u64(root.shards)),
         columns_built=0, columns_reused=len(snapshot.columns), new_bytes=0, total_bytes=total,
         seconds={"inputs": 0.0, "teacher": 0.0, "store": 0.0, "total": 0.0}, locked="present",
