@@ -6,16 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zgtrain.blockreport import BlockReport as BlockReport
     from zgtrain.blocks import run as run
     from zgtrain.job import Job as Job
     from zgtrain.job import load_job as load_job
-    from zgtrain.trainer import BlockReport as BlockReport
     from zgtrain.trainer import train_block as train_block
 
 # Public name → the module that has it. Loaded when first asked for, so that a command that reads no tensor loads no
 # torch. `zgtrain.causal_lm` is a module of its own.
 _HOME_OF = {
-    "BlockReport": "trainer",
+    "BlockReport": "blockreport",
     "Job": "job",
     "load_job": "job",
     "run": "blocks",

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 import zgstore
+from zgtrain.blockreport import BlockReport
 from zgtrain.checkpoint import seed_all, sync_folder
 from zgtrain.job import Job, LossSpec
 from zgtrain.journal import FILE_NAME as LOG_NAME
@@ -27,7 +29,7 @@ from zgtrain.journal import Journal
 from zgtrain.ledger import Log
 from zgtrain.optimizing import make_optimizer
 from zgtrain.source import CACHED, LIVE, Source, cached, following, live
-from zgtrain.trainer import BlockReport, train_block
+from zgtrain.trainer import train_block
 
 CHECKPOINT, REPORT = "checkpoint.pt", "report.json"
 NOT_READ: Final = ("id", "start")
@@ -73,6 +75,7 @@ def run(
         zgstore.Busy: if another process trains this block.
         zgstore.ZgError: what `train_block` raises; a damaged shard with the command that mends it.
     """
+    began = time.perf_counter()
     store = zgstore.Store.open(job.snapshot.store)
     folder = job.folder(block)
     with _alone(folder, block), _mending(job), open_source(
@@ -96,6 +99,7 @@ def run(
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         module.to(place)
+        setup = time.perf_counter() - began
         with Journal(folder, job.log, name=f"block {block}") as journal:
 
             def log(line: Mapping[str, Any]) -> None:
@@ -114,6 +118,7 @@ def run(
                 checkpoint_every=train.checkpoint_every, workers=train.workers, log=log, log_every=job.log.every,
                 stop=stop or (lambda: False), device=place, interface=interface, block_id=block, job=job.identity(),
             )  # fmt: skip
+        report = replace(report, seconds={"setup": setup, **report.seconds})
         write_json(folder / REPORT, report.as_value())
     return report
 
@@ -346,10 +351,6 @@ def _mending(job: Job) -> Iterator[None]:
     try:
         yield
     except (zgstore.Corrupt, zgstore.Missing) as error:
-        recipe = job.snapshot.recipe or "RECIPE"
-        if "zgstore verify" in error.hint:
-            error.hint = (
-                f"`zgstore verify {job.snapshot.rev} --repair --recipe {recipe} --store {job.snapshot.store}` makes it "
-                "anew; then run the block again: it resumes"
-            )
+        here = f"--recipe {job.snapshot.recipe or 'RECIPE'} --store {job.snapshot.store}"
+        error.hint = error.hint.replace("--recipe RECIPE", here) + "; then run the block again: it resumes"
         raise

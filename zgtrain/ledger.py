@@ -47,7 +47,7 @@ class Ledger:
     bytes_read: int = 0
     queries: int = 0
     leaving_bytes: int = 0
-    _pending: list[Tensor] = field(default_factory=list)
+    _pending: list[tuple[Tensor, float, int]] = field(default_factory=list)
     _seen: Tensor | None = None
     _mark: float = field(default_factory=time.perf_counter)
 
@@ -79,24 +79,23 @@ class Ledger:
     def end_step(self, order: Mapping[str, Any], *, norm: Tensor | float, lr: float, tokens: int) -> None:
         """A step is taken."""
         assert self._seen is not None
-        more = self._seen.new_tensor([lr, tokens, 0.0 if isinstance(norm, Tensor) else norm])
-        if isinstance(norm, Tensor):
-            more[2] = norm.detach()
-        self._pending.append(torch.cat([self._seen, more]))
+        length = norm.detach().float() if isinstance(norm, Tensor) else self._seen.new_full((), norm)
+        self._pending.append((torch.cat([self._seen, length.reshape(1)]), lr, tokens))
         self._seen, self.order = None, order
         self.step += 1
 
-    def look(self, log: Log | None) -> None:
+    def look(self, log: Log) -> None:
         """Look at the device: the numbers since the last look go into windows and log.
 
         Raises:
             zgstore.NonFinite: if a loss is not finite.
         """
-        rows = torch.stack(self._pending).tolist() if self._pending else []
+        rows = torch.stack([numbers for numbers, _, _ in self._pending]).tolist() if self._pending else []
+        beside = [(lr, tokens) for _, lr, tokens in self._pending]
         self._pending.clear()
         seconds = self.tick()
-        for step, row in enumerate(rows, self.step - len(rows) + 1):
-            loss, boundary, error, moved, lr, tokens, norm = row
+        for step, (row, (lr, tokens)) in enumerate(zip(rows, beside, strict=True), self.step - len(rows) + 1):
+            loss, boundary, error, moved, norm = row
             if not math.isfinite(loss):
                 raise zgstore.NonFinite(
                     f"the loss of step {step} is {loss}",
@@ -106,14 +105,13 @@ class Ledger:
             if len(self.first) < WINDOW:
                 self.first.append(loss)
             self.last = [*self.last[1 - WINDOW :], [loss, error, moved]]
-            if log is not None:
-                log(
-                    {
-                        "step": step, "loss": loss, "boundary_loss": boundary,
-                        "residual_error": error / moved if moved else None, "grad_norm": norm, "lr": lr,
-                        "tokens": int(tokens), "seconds": round(seconds, 6),
-                    }
-                )  # fmt: skip
+            log(
+                {
+                    "step": step, "loss": loss, "boundary_loss": boundary,
+                    "residual_error": error / moved if moved else None, "grad_norm": norm, "lr": lr,
+                    "tokens": tokens, "seconds": round(seconds, 6),
+                }
+            )  # fmt: skip
 
     def windows(self) -> tuple[float, float, float | None]:
         """Mean loss of the first and of the last window, and the last's residual error."""

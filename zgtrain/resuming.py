@@ -1,0 +1,97 @@
+"""What a checkpoint is of, how a training begins from one, and how it saves another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zgstore
+from zgtrain.checkpoint import block_state, capture_rng, load, restore_block, restore_rng, save, seed_all, state_digest
+from zgtrain.ledger import Ledger, Log
+from zgtrain.source import LIVE, Source
+
+
+def keeper(
+    path: Path | None,
+    who: dict[str, Any],
+    ledger: Ledger,
+    *,
+    data: Source,
+    block: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    initial: Mapping[str, Tensor],
+    log: Log,
+) -> Callable[[], None]:  # fmt: skip
+    """What saves everything, so that a job that ends there goes on as if it had not."""
+    read, kept = data.bytes_read, [-1, ""]
+
+    def keep() -> None:
+        nonlocal read, kept
+        ledger.look(log)
+        ledger.bytes_read += data.bytes_read - read
+        read = data.bytes_read
+        who.update(_place(data))
+        if path is None or kept == [ledger.step, data.snapshot]:
+            return
+        began = time.perf_counter()
+        state = {
+            **who, "ledger": ledger.as_state(), "block_state": block_state(block), "initial": dict(initial),
+            "optimizer": optimizer.state_dict(), "rng": capture_rng(),
+        }  # fmt: skip
+        save(path, state)
+        kept = [ledger.step, data.snapshot]
+        ledger.seconds["checkpoint"] += time.perf_counter() - began
+
+    return keep
+
+
+def begin(
+    path: Path | None, who: Mapping[str, Any], block: nn.Module, optimizer: torch.optim.Optimizer,
+    sampler: zgstore.Sampler, *, seed: int, anchor: float,
+) -> tuple[Ledger, Mapping[str, Tensor]]:  # fmt: skip
+    """The ledger, and the parameters that an anchor pulls to: of the checkpoint if there is one, else new."""
+    state = None if path is None else load(path)
+    if path is None or state is None:
+        seed_all(seed)
+        initial = {name: tensor.clone() for name, tensor in block_state(block).items()} if anchor else {}
+        return Ledger(initial_digest=state_digest(block)), initial
+    _refuse_others(path, state, who)
+    restore_block(block, state["block_state"])
+    optimizer.load_state_dict(state["optimizer"])
+    ledger = Ledger.of(state["ledger"])
+    if ledger.order is not None:
+        sampler.load_state_dict(ledger.order)
+    restore_rng(state["rng"])
+    device = next(iter(block.parameters())).device
+    return ledger, {name: tensor.to(device) for name, tensor in state["initial"].items()}
+
+
+def identity_of(data: Source, block: int | None, job: str) -> dict[str, Any]:
+    """What a checkpoint is of."""
+    mine = {"job": job, "block": block, "source": data.source, "target": data.target, "targets": data.kind}
+    return {**mine, "data": data.reader.data_digest, "pins": data.pins, **_place(data)}
+
+
+def _place(data: Source) -> dict[str, Any]:
+    return {"snapshot": data.snapshot, "build": data.reader.build, "shards": data.reader.shards}
+
+
+def _refuse_others(path: Path, state: Mapping[str, Any], who: Mapping[str, Any]) -> None:
+    """See that a checkpoint is of this job, block and snapshot; a build that was followed is known by its pins."""
+    for name in ("job", "block", "source", "target", "data", "snapshot", "pins", "targets"):
+        theirs, mine = state.get(name), who[name]
+        if name == "targets":
+            theirs, mine = theirs == LIVE, mine == LIVE
+        if theirs != mine and not (name in {"snapshot", "pins"} and "" in {theirs, mine}):
+            raise zgstore.Refused(
+                f"the checkpoint {path} is of {name} {state.get(name)!r}, and this is {who[name]!r}",
+                hint="train into another output folder, or begin anew with --fresh",
+                field=name,
+                expected=who[name],
+                actual=state.get(name),
+            )
