@@ -112,6 +112,17 @@ def test_partitions_of_one_teacher_share_their_bytes(tmp_path, store):
     assert kept <= whole.total_bytes
 
 
+def test_new_bytes_are_those_that_the_store_did_not_have(tmp_path, store):
+    path, module = make_project(tmp_path / "p")
+    first = build(store, path, ref="four")
+    shallower = write_recipe(tmp_path / "p", module, revision="rev2", teacher_args="layers = 3")
+    second = build(store, shallower, ref="three")
+    assert second.teacher_loaded
+    kept = sum(blob.stat().st_size for blob in (store.path / "objects").glob("*/*.safetensors"))
+    assert first.new_bytes + second.new_bytes == kept
+    assert 0 < second.new_bytes < second.total_bytes // 2
+
+
 def test_the_digest_does_not_depend_on_path_workers_or_memory(tmp_path, store, monkeypatch):
     path, _module = make_project(tmp_path / "p", rows=11)
     first = build(store, path)
@@ -337,6 +348,22 @@ def test_what_makes_no_sense_is_an_error_at_build_time(tmp_path, store):
     (tmp_path / "p" / "rows.jsonl").write_text("")
     with pytest.raises(Invalid, match="no rows"):
         build(store, write_recipe(tmp_path / "p", module))
+
+
+def test_a_shorter_build_that_ends_later_does_not_shorten_what_is_known_of_the_data(tmp_path, store):
+    path, _ = make_project(tmp_path / "p")
+    whole = []
+
+    def meanwhile(told):
+        if told.stage == "shards" and not whole:
+            whole.append(build(store, path))
+
+    build(store, path, limit=4, progress=meanwhile)
+    write_rows(tmp_path / "p", 8)
+    with (tmp_path / "p" / "rows.jsonl").open("a") as rows:
+        rows.write('{"tokens": [1, 1, 1, 1, 1, 1]}\n')
+    with pytest.raises(Refused, match="row 8"):
+        build(store, path)
 
 
 def test_all_labels_masked_is_refused(tmp_path, store):

@@ -114,6 +114,8 @@ def build(
         check_teacher=check_teacher, on_nonfinite=on_nonfinite, explain=explain,
         progress=progress or (lambda _: None), stop=stop or (lambda: False), circumstance=dict(circumstance or {}),
     )  # fmt: skip
+    if options.ref is not None:
+        store.refs.check(options.ref)
     lock = lock_of(recipe, ref) if locked else None
     if lock is not None and store.objects.stat(lock.snapshot, "meta") is not None:
         return already_there(store, lock, ref)
