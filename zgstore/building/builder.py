@@ -273,7 +273,7 @@ class _Build:
         if self.remembered:
             return
         prepared, memos = self.prepared, self.store.memos
-        if prepared.data.grows:
+        if prepared.data.grows(self.store):
             for page in prepared.data.pages:
                 self.session.put_meta("page", page.encode())
             self.session.put_meta("page", prepared.data.root.encode())

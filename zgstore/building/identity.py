@@ -234,14 +234,12 @@ class DataMemo:
         key: Name of the measurement.
         root: The tree over this stream's row digests.
         pages: Its pages.
-        grows: Whether this stream is longer than the longest seen, and is to be kept.
         pin: The data pins of the snapshot.
     """
 
     key: Digest
     root: RowsRoot
     pages: tuple[RowsPage, ...]
-    grows: bool
     pin: Mapping[str, Any]
 
     @property
@@ -252,6 +250,11 @@ class DataMemo:
     def value(self) -> dict[str, Any]:
         """The measurement's value."""
         return {"kind": "data", "rows": digest_of("page", self.root.encode()).raw, "count": self.root.count}
+
+    def grows(self, store: Store) -> bool:
+        """Whether this stream is longer than the longest seen by now, and is to be kept."""
+        known = _known_rows(store, self.key)
+        return known is None or self.root.count > known.count
 
 
 def data_memo(store: Store, recipe: Recipe, inputs: Inputs) -> DataMemo:
@@ -297,7 +300,7 @@ def data_memo(store: Store, recipe: Recipe, inputs: Inputs) -> DataMemo:
         "pins": dict(inputs.pins),
         "digest": digest_of("page", root.encode()).raw,
     }
-    return DataMemo(key, root, tuple(pages), known is None or root.count > known.count, pin)
+    return DataMemo(key, root, tuple(pages), pin)
 
 
 def _known_rows(store: Store, key: Digest) -> RowsRoot | None:
