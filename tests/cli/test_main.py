@@ -16,6 +16,7 @@ from conftest import blob_of
 from zgstore import errors
 from zgstore.cli import faults
 from zgstore.cli import main as door
+from zgstore.cli.catalogue import COMMANDS, TABLE
 from zgstore.cli.console import error_value, plain
 from zgstore.errors import ZgError
 
@@ -44,17 +45,17 @@ TWO_WORDS = ("tag rm", "ref set", "ref rm", "lease run", "lease ls", "import zer
 
 
 def test_every_command_of_the_interface_is_there():
-    assert set(door.TABLE) == {*NAMED_IN_INTERFACE, *TWO_WORDS}
+    assert set(TABLE) == {*NAMED_IN_INTERFACE, *TWO_WORDS}
 
 
 def test_every_command_has_a_sentence_that_fits_its_line():
-    for entry in door.COMMANDS:
+    for entry in COMMANDS:
         assert entry.sentence.endswith(".")
         assert len(entry.sentence) <= 55, entry.sentence
 
 
 def test_every_command_explains_itself(zg):
-    for entry in door.COMMANDS:
+    for entry in COMMANDS:
         ran = zg(*entry.name.split(), "--help")
         assert ran.code == 0, ran.err
         assert entry.sentence.split()[0] in ran.out
@@ -71,7 +72,7 @@ def test_the_options_of_all_commands_are_taken_before_and_after_the_name(store, 
 
 
 def test_what_stands_after_two_dashes_is_not_ours():
-    assert door.hoist(["lease", "run", "main", "--json", "--", "cat", "--store", "x", "--json"]) == (
+    assert door.PROGRAM.hoist(["lease", "run", "main", "--json", "--", "cat", "--store", "x", "--json"]) == (
         ["--json"],
         ["lease", "run", "main", "--", "cat", "--store", "x", "--json"],
     )

@@ -17,7 +17,7 @@ import torch
 
 import zgstore
 from zgstore import errors
-from zgstore.cli import main as command
+from zgstore.cli import catalogue as command
 from zgstore.format import action, manifest, pages
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -2,28 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One command.
-
-    Args:
-        name: What is typed.
-        panel: The group it is shown in.
-        target: Module of this folder and its function, imported when the command is run.
-        sentence: What it does.
-        examples: Lines shown under its help.
-    """
-
-    name: str
-    panel: str
-    target: str
-    sentence: str
-    examples: tuple[str, ...] = ()
-
+from zgstore.cli.application import Entry
 
 START, LOOK, KEEP, CARRY, TEND = "Start", "Look", "Keep", "Carry", "Tend"
 
