@@ -142,7 +142,6 @@ class _Build:
         self.expect = self.store.refs.get(options.ref, "head") if options.ref else None
         self.found: list[list[Found | None]] = []
         self.built: set[tuple[int, int]] = set()
-        self.new_bytes = 0
         self.rows = 0
         self.follow: BuildFile | None = None
         self.followed = 0
@@ -243,7 +242,6 @@ class _Build:
                 seconds=captured.seconds / by_teacher if teachers else 0.0,
             )
             self._settle(column, shard.index, action)
-            self.new_bytes += each.blob.size
         # 4. followers
         self._tell()
 
@@ -382,7 +380,7 @@ class _Build:
             shards_reused=len(shards) - len(built_shards),
             columns_built=len(built_columns),
             columns_reused=len(plan.columns) - len(built_columns),
-            new_bytes=self.new_bytes,
+            new_bytes=self.session.new_bytes,
             total_bytes=total,
             seconds=self._seconds(run),
             explain=why,

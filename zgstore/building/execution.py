@@ -44,6 +44,8 @@ class TeacherSource:
         self.store = store
         self.recipe = recipe
         self.devices = tuple(devices)
+        for device in self.devices:
+            _check_device(device)
         self.memo: TeacherMemo = teacher_memo(store, recipe)
         self.extractor: Mapping[str, Any] | None = extractor_pin(store, recipe)
         self.identity: TeacherIdentity | None = known_teacher(
@@ -77,6 +79,10 @@ class TeacherSource:
         return self.identity
 
     def _placed(self, device: str | None) -> nn.Module:
+        if device is not None and torch.device(device).type == "cuda":
+            index, count = torch.device(device).index or 0, torch.cuda.device_count()
+            if index >= count:
+                raise Invalid(f"there is no {device}: this host has {count} CUDA devices", hint="name one that it has")
         module = self.recipe.teacher.load()
         if not isinstance(module, nn.Module):
             raise Invalid(
@@ -112,6 +118,13 @@ class TeacherSource:
     def close(self) -> None:
         """Let the teacher go."""
         self.modules = []
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise Invalid(f"{device!r} is no device", hint="name devices as torch does: cpu, cuda:0") from error
 
 
 @dataclass(slots=True)

@@ -138,6 +138,8 @@ def lock(store: Store, name: str, rev: str | None = None, *, file: Path | None =
         The file, and what was written.
     """
     path = file or find(Path.cwd()) or Path.cwd() / FILE_NAME
+    if not path.parent.is_dir() or path.is_dir():
+        raise Invalid(f"{path} cannot be a lock file", hint="name a file in a folder that is there")
     digest = store.resolve(resolve(rev or name, Path.cwd()))
     snapshot = store.snapshot(digest)
     record = store.record_of(digest)

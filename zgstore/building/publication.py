@@ -185,7 +185,7 @@ def publish(
     session: Session, assembled: Assembled, *, ref: str | None, expect: Digest | Expectation | None,
     record: Callable[[], Record],
 ) -> bool:  # fmt: skip
-    """Pages, snapshot, record and ref, in this order (FORMAT 1, 7.4). Nothing is written where all of it is there.
+    """Pages, snapshot, record and ref, in this order (FORMAT 1, 7.4). Nothing is written where all of it is sound.
 
     Args:
         session: Whose lease names all of it.
@@ -202,7 +202,7 @@ def publish(
     """
     store = session.store
     pages = [digest_of("page", body) for body in assembled.pages]
-    there = all(session.reserve([*pages, assembled.digest], "meta"))
+    there = all(session.reserve([*pages, assembled.digest], "meta")) and _are_sound(store, pages, assembled.digest)
     whole = partials.expected(store.path, assembled.digest) is None  # a part that was copied here is one no longer
     if there and whole and (ref is None or store.refs.get(ref, "head") == assembled.digest):
         return False
@@ -217,6 +217,12 @@ def publish(
             raise
         return False
     return True
+
+
+def _are_sound(store: Store, pages: Sequence[Digest], snapshot: Digest) -> bool:
+    # A build that finds everything says that it can be read: the little that it would write is read for that.
+    kinds = [*((page, "page") for page in pages), (snapshot, "snapshot")]
+    return all(store.objects.is_sound(digest, "meta", kind=kind) for digest, kind in kinds)
 
 
 def record_of(

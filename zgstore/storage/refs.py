@@ -123,6 +123,15 @@ class Refs:
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names[:3]
         return f"nearest names: {', '.join(near)}; see `zgstore ls`" if near else "the store has no refs yet: build one"
 
+    def check(self, name: str, kind: str = "head") -> None:
+        """See that a name may be given, before the work is done that it is for.
+
+        Raises:
+            Invalid: if it breaks the rules, or clashes with another.
+        """
+        check_name(name, _what(kind))
+        check_clashes(name, self._files.names(("refs", KINDS[kind])), _what(kind))
+
     def move(
         self, name: str, kind: str, new: Digest, *, expect: Digest | Expectation | None = ANY,
         record: Digest | None = None,

@@ -161,6 +161,11 @@ class Session:
         absent = objects.absent(raws, family)
         return [raw for raw in absent if not objects.restore(Digest(raw), family)]
 
+    def _is_here(self, digest: Digest) -> bool:
+        """Whether metadata is there or comes out of the trash; what is no regular file is to be replaced."""
+        objects = self.store.objects
+        return objects.stats([digest], "meta", strict=False) != [None] or objects.restore(digest, "meta")
+
     # -- publishing (FORMAT 7.4, 8) --------------------------------------------------------------------------------
 
     def publish(
@@ -195,7 +200,7 @@ class Session:
             self._require(digest, parts)
             self._name([each.raw for each, _, _ in drafts], "meta")
             with partials.alone(self.store.path, mode=self.store.file_mode):
-                was_here = self._bring_back([digest.raw], "meta") == []
+                was_here = self._is_here(digest)
                 # Before the snapshot: one that is here without a marker counts as whole.
                 self._mark_part(digest, columns, was_here=was_here)
                 for name, hashed_as, draft in drafts:

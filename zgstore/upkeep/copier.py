@@ -133,6 +133,8 @@ def copy(
     kind = "head"
     if ref is None and not isinstance(rev, Digest):
         ref, kind = _named(store, rev)
+    if ref is not None:
+        to.refs.check(ref, kind)
     digest = rev if isinstance(rev, Digest) else store.resolve(rev)
     with store.using(digest, purpose="copy"), to.writing("copy") as session:
         plan = plan_copy(store, digest, to=to, columns=columns)

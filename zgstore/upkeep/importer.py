@@ -147,6 +147,8 @@ def import_safetensors(
 
 
 def _bring(store: Store, source: _Source, *, ref: str | None) -> ImportReport:
+    if ref is not None:
+        store.refs.check(ref)
     started = time.monotonic()
     with writer(store, source.pins, cut=source.cut) as into:
         for batch in source.batches:
