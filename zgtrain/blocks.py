@@ -78,7 +78,7 @@ def run(
     began = time.perf_counter()
     store = zgstore.Store.open(job.snapshot.store)
     folder = job.folder(block)
-    with _alone(folder, block), _mending(job), open_source(
+    with alone(folder, block), mending(job), open_source(
         job, store, block, kind=source, follow=follow, devices=[device] if device else []
     ) as data:  # fmt: skip
         if fresh:
@@ -87,39 +87,74 @@ def run(
         done = finished(job, block)
         if done is not None and done.snapshot == data.snapshot and (done.targets == LIVE) == (data.kind == LIVE):
             return done
-        refuse_shared(job, len(boundaries_of(job, store, data)) - 1)
-        module, interface = make_block(job, block), None
-        last = block == len(boundaries_of(job, store, data)) - 2
-        train, loss = job.train, job.train.loss
-        if not last:
-            loss = LossSpec(loss.name, loss.boundary_weight, function=loss.function)
-        elif loss.token_ce or loss.token_kl:
-            assert job.student.interface is not None  # `load_job` saw to it
-            interface = job.student.interface.call(job.student.args)
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        module.to(place)
-        setup = time.perf_counter() - began
-        with Journal(folder, job.log, name=f"block {block}") as journal:
+        blocks = len(boundaries_of(job, store, data)) - 1
+        refuse_shared(job, blocks)
+        return train(
+            job, data, make_block(job, block), block=block, last=block == blocks - 1, folder=folder, device=device,
+            stop=stop, progress=progress, began=began,
+        )  # fmt: skip
 
-            def log(line: Mapping[str, Any]) -> None:
-                journal(line)
-                if progress is not None:
-                    progress(line)
 
-            report = train_block(
-                module, data,
-                optimizer=make_optimizer(train.optimizer, trained), steps=train.steps,
-                forward=None if train.forward is None else train.forward.resolve(), loss=loss, seed=train.seed,
-                batch_size=train.batch_size, order=train.order, schedule=train.schedule,
-                max_grad_norm=train.max_grad_norm, precision=train.precision, accumulate=train.accumulate,
-                deterministic=train.deterministic, anchor=train.anchor, gradient=train.gradient["name"],
-                validate_every=job.validate.every, validate_rows=job.validate.rows, checkpoint=folder / CHECKPOINT,
-                checkpoint_every=train.checkpoint_every, workers=train.workers, log=log, log_every=job.log.every,
-                stop=stop or (lambda: False), device=place, interface=interface, block_id=block, job=job.identity(),
-            )  # fmt: skip
-        report = replace(report, seconds={"setup": setup, **report.seconds})
-        write_json(folder / REPORT, report.as_value())
+def train(
+    job: Job,
+    data: Source,
+    module: nn.Module,
+    *,
+    block: int,
+    last: bool,
+    folder: Path,
+    identity: str = "",
+    device: str | None = None,
+    stop: Callable[[], bool] | None = None,
+    progress: Log | None = None,
+    began: float = 0.0,
+) -> BlockReport:
+    """Train a block that is made, on a source that is open, as the job says; checkpoint, log and report in a folder.
+
+    Args:
+        job: The job.
+        data: Its source.
+        module: The block as it begins.
+        block: b.
+        last: Whether it is the last one, which alone has token losses.
+        folder: Where everything goes.
+        identity: What the checkpoint is of; default the job's own.
+        device: Where; default CUDA if there is one.
+        stop: Asked before each step whether to save and end.
+        progress: Called with each line of the log.
+        began: When the making of all this began, by ``time.perf_counter``.
+    """
+    interface, spec, loss = None, job.train, job.train.loss
+    if not last:
+        loss = LossSpec(loss.name, loss.boundary_weight, function=loss.function)
+    elif loss.token_ce or loss.token_kl:
+        assert job.student.interface is not None  # `load_job` saw to it
+        interface = job.student.interface.call(job.student.args)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    module.to(place)
+    setup = time.perf_counter() - began if began else 0.0
+    with Journal(folder, job.log, name=f"block {block}") as journal:
+
+        def log(line: Mapping[str, Any]) -> None:
+            journal(line)
+            if progress is not None:
+                progress(line)
+
+        report = train_block(
+            module, data,
+            optimizer=make_optimizer(spec.optimizer, trained), steps=spec.steps,
+            forward=None if spec.forward is None else spec.forward.resolve(), loss=loss, seed=spec.seed,
+            batch_size=spec.batch_size, order=spec.order, schedule=spec.schedule,
+            max_grad_norm=spec.max_grad_norm, precision=spec.precision, accumulate=spec.accumulate,
+            deterministic=spec.deterministic, anchor=spec.anchor, gradient=spec.gradient["name"],
+            validate_every=job.validate.every, validate_rows=job.validate.rows, checkpoint=folder / CHECKPOINT,
+            checkpoint_every=spec.checkpoint_every, workers=spec.workers, log=log, log_every=job.log.every,
+            stop=stop or (lambda: False), device=place, interface=interface, block_id=block,
+            job=identity or job.identity(),
+        )  # fmt: skip
+    report = replace(report, seconds={"setup": setup, **report.seconds})
+    write_json(folder / REPORT, report.as_value())
     return report
 
 
@@ -327,7 +362,8 @@ def _see_private(module: nn.Module, block: int, earlier: Sequence[_Seen]) -> lis
 
 
 @contextmanager
-def _alone(folder: Path, block: int) -> Iterator[None]:
+def alone(folder: Path, block: int) -> Iterator[None]:
+    """One process at a time has a block's folder; its lock file says who. Raises Busy."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a+", encoding="utf-8") as file:
         try:
@@ -342,11 +378,14 @@ def _alone(folder: Path, block: int) -> Iterator[None]:
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {os.uname().nodename} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            file.truncate(0)
 
 
 @contextmanager
-def _mending(job: Job) -> Iterator[None]:
+def mending(job: Job) -> Iterator[None]:
     """A damaged shard is named with the command that mends it here."""
     try:
         yield

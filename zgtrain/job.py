@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -186,6 +186,7 @@ class Job:
     Args:
         path: The file; paths in it are relative to its directory, which is first on the import path.
         output: Where blocks, reports and the student go.
+        overrides: What was set over the file, as ``KEY=VALUE``: another process makes the same job of them.
     """
 
     path: Path
@@ -197,6 +198,7 @@ class Job:
     validate: ValidateSpec = field(default_factory=ValidateSpec)
     launch: LaunchSpec = field(default_factory=LaunchSpec)
     evaluate: EvaluateSpec = field(default_factory=EvaluateSpec)
+    overrides: tuple[str, ...] = ()
 
     @property
     def directory(self) -> Path:
@@ -258,10 +260,11 @@ def load_job(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()
     """
     path = Path(path).absolute()
     value = zgstore.Section.read(path, kind="job", hint="write one; docs/tutorial has an example")
-    pairs = overrides.items() if isinstance(overrides, Mapping) else [_assignment(text) for text in overrides]
-    for key, replacement in pairs:
+    if isinstance(overrides, Mapping):
+        overrides = [f"{key}={_toml(replacement)}" for key, replacement in overrides.items()]
+    for key, replacement in map(_assignment, overrides):
         zgstore.Section.override(value, "train.optimizer.lr" if key == "train.lr" else key, replacement)
-    return parse_job(value, path=path)
+    return replace(parse_job(value, path=path), overrides=tuple(overrides))
 
 
 def parse_job(value: Mapping[str, Any], *, path: Path) -> Job:
@@ -293,6 +296,15 @@ def parse_job(value: Mapping[str, Any], *, path: Path) -> Job:
 
 def _text(target: Target | None) -> str | None:
     return None if target is None else target.text
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(each)}" for key, each in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _assignment(text: str) -> tuple[str, Any]:
