@@ -85,7 +85,6 @@ def report_of(
     *,
     optimizer: torch.optim.Optimizer,
     interface: nn.Module | None,
-    resumed_from: int | None,
     device: torch.device,
     deterministic: bool,
 ) -> BlockReport:  # fmt: skip
@@ -111,7 +110,7 @@ def report_of(
         gradient_queries=ledger.queries,
         initial_digest=ledger.initial_digest,
         state_digest=state_digest(block),
-        resumed_from=resumed_from,
+        resumed_from=ledger.resumed_from,
         deterministic=deterministic or device.type == "cpu",
         environment={
             "python": platform.python_version(), "torch": str(torch.__version__), "machine": platform.machine(),

@@ -9,6 +9,7 @@ import fcntl
 import gc
 import json
 import os
+import shutil
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,11 +24,13 @@ from torch import nn
 import zgstore
 from zgtrain.blockreport import BlockReport
 from zgtrain.checkpoint import seed_all, sync_folder
-from zgtrain.job import Job, LossSpec
+from zgtrain.job import BlockLaunch, Job, LossSpec
 from zgtrain.journal import FILE_NAME as LOG_NAME
 from zgtrain.journal import Journal
 from zgtrain.ledger import Log
 from zgtrain.optimizing import make_optimizer
+from zgtrain.ranks import Ranks
+from zgtrain.sharded import newest
 from zgtrain.source import CACHED, LIVE, Source, cached, following, live
 from zgtrain.trainer import train_block
 
@@ -81,14 +84,16 @@ def run(
     with alone(folder, block), mending(job), open_source(
         job, store, block, kind=source, follow=follow, devices=[device] if device else []
     ) as data:  # fmt: skip
-        if fresh:
-            for name in (CHECKPOINT, REPORT, LOG_NAME):
-                (folder / name).unlink(missing_ok=True)
+        ranks = Ranks.here()
+        if fresh and ranks.rank == 0:
+            _clear(folder)
+        ranks.barrier()
         done = finished(job, block)
         if done is not None and done.snapshot == data.snapshot and (done.targets == LIVE) == (data.kind == LIVE):
             return done
         blocks = len(boundaries_of(job, store, data)) - 1
-        refuse_shared(job, blocks)
+        if ranks.world == 1:  # before several are started, their launcher has looked
+            refuse_shared(job, blocks)
         return train(
             job, data, make_block(job, block), block=block, last=block == blocks - 1, folder=folder, device=device,
             stop=stop, progress=progress, began=began,
@@ -134,7 +139,9 @@ def train(
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     module.to(place)
     setup = time.perf_counter() - began if began else 0.0
-    with Journal(folder, job.log, name=f"block {block}") as journal:
+    replicas = job.launch.blocks.get(block, BlockLaunch()).data_parallel
+    ranks = Ranks.here(replicas=replicas)
+    with _journal(job, folder, block, ranks) as journal:
 
         def log(line: Mapping[str, Any]) -> None:
             journal(line)
@@ -151,10 +158,11 @@ def train(
             validate_every=job.validate.every, validate_rows=job.validate.rows, checkpoint=folder / CHECKPOINT,
             checkpoint_every=spec.checkpoint_every, workers=spec.workers, log=log, log_every=job.log.every,
             stop=stop or (lambda: False), device=place, interface=interface, block_id=block,
-            job=identity or job.identity(),
+            job=identity or job.identity(), replicas=replicas,
         )  # fmt: skip
     report = replace(report, seconds={"setup": setup, **report.seconds})
-    write_json(folder / REPORT, report.as_value())
+    if ranks.rank == 0:
+        write_json(folder / REPORT, report.as_value())
     return report
 
 
@@ -362,8 +370,28 @@ def _see_private(module: nn.Module, block: int, earlier: Sequence[_Seen]) -> lis
 
 
 @contextmanager
+def _journal(job: Job, folder: Path, block: int, ranks: Ranks) -> Iterator[Log]:
+    """The block's log; of several processes the first one writes it."""
+    if ranks.rank:
+        yield lambda _line: None
+        return
+    with Journal(folder, job.log, name=f"block {block}") as journal:
+        yield journal
+
+
+def _clear(folder: Path) -> None:
+    for name in (CHECKPOINT, REPORT, LOG_NAME):
+        (folder / name).unlink(missing_ok=True)
+    while (last := newest(folder)) is not None:
+        shutil.rmtree(last)
+
+
+@contextmanager
 def alone(folder: Path, block: int) -> Iterator[None]:
     """One process at a time has a block's folder; its lock file says who. Raises Busy."""
+    if Ranks.here().rank:  # of several processes of one block, the first has it for all
+        yield
+        return
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a+", encoding="utf-8") as file:
         try:

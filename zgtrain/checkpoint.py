@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zgstore
+from zgtrain.ranks import whole
 
 FORMAT: Final = 1
 _SEAL: Final = "seal"
@@ -144,7 +145,7 @@ def _chunks(value: Any) -> Iterator[bytes | memoryview]:
         for each in value:
             yield from _chunks(each)
     elif isinstance(value, Tensor):
-        tensor = value.detach().cpu().contiguous()
+        tensor = whole(value.detach()).cpu().contiguous()
         yield f"{tensor.dtype} {list(tensor.shape)}\0".encode()
         yield tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
     else:

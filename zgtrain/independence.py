@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zgtrain.ranks import is_sharded
+
 
 def leaving_gradient_bytes(loss: Tensor, block: nn.Module) -> int:
     """Bytes of gradient that a backward pass from ``loss`` would leave outside of the block's parameters.
@@ -51,7 +53,14 @@ def _alive(known: set[int]) -> int:
     # By their types first: asking a lazy module's proxy for its class would load the module.
     tensors = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
     found = (each for each in objects if type(each) in tensors and isinstance(each, nn.Parameter))
-    return sum(each.numel() for each in found if id(each) not in known and not each.is_meta)
+    return sum(each.numel() for each in found if id(each) not in known and _has_values(each))
+
+
+def _has_values(parameter: nn.Parameter) -> bool:
+    """Not on meta, nor FSDP's place for what is gathered only while it is used."""
+    if parameter.is_meta or is_sharded(parameter):
+        return not parameter.is_meta
+    return parameter.untyped_storage().nbytes() > 0 or not parameter.numel()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import zgstore
+from zgtrain.ranks import Ranks, whole
 
 WINDOW: Final = 32  # steps of the first and of the last window
 
@@ -33,6 +34,7 @@ class Ledger:
         bytes_read: Bytes of rows.
         queries: Forward queries that gradients took.
         leaving_bytes: Most gradient that left the block in a step that was looked at.
+        resumed_from: The step that this run began at; None if it began at none.
     """
 
     step: int = 0
@@ -47,6 +49,7 @@ class Ledger:
     bytes_read: int = 0
     queries: int = 0
     leaving_bytes: int = 0
+    resumed_from: int | None = None
     _pending: list[tuple[Tensor, float, int]] = field(default_factory=list)
     _seen: Tensor | None = None
     _mark: float = field(default_factory=time.perf_counter)
@@ -79,18 +82,22 @@ class Ledger:
     def end_step(self, order: Mapping[str, Any], *, norm: Tensor | float, lr: float, tokens: int) -> None:
         """A step is taken."""
         assert self._seen is not None
-        length = norm.detach().float() if isinstance(norm, Tensor) else self._seen.new_full((), norm)
+        length = whole(norm.detach()).float() if isinstance(norm, Tensor) else self._seen.new_full((), norm)
         self._pending.append((torch.cat([self._seen, length.reshape(1)]), lr, tokens))
         self._seen, self.order = None, order
         self.step += 1
 
-    def look(self, log: Log) -> None:
+    def look(self, log: Log, ranks: Ranks) -> None:
         """Look at the device: the numbers since the last look go into windows and log.
 
         Raises:
             zgstore.NonFinite: if a loss is not finite.
         """
-        rows = torch.stack([numbers for numbers, _, _ in self._pending]).tolist() if self._pending else []
+        rows = []
+        if self._pending:
+            numbers = torch.stack([each for each, _, _ in self._pending])
+            numbers[:, :4] = ranks.sum(numbers[:, :4])
+            rows = numbers.tolist()
         beside = [(lr, tokens) for _, lr, tokens in self._pending]
         self._pending.clear()
         seconds = self.tick()

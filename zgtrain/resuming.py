@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 import zgstore
 from zgtrain.checkpoint import block_state, capture_rng, load, restore_block, restore_rng, save, seed_all, state_digest
 from zgtrain.ledger import Ledger, Log
+from zgtrain.ranks import Ranks
+from zgtrain.sharded import load_fields, load_sharded, save_sharded
 from zgtrain.source import LIVE, Source
 
 
@@ -26,49 +29,65 @@ def keeper(
     optimizer: torch.optim.Optimizer,
     initial: Mapping[str, Tensor],
     log: Log,
+    ranks: Ranks,
 ) -> Callable[[], None]:  # fmt: skip
     """What saves everything, so that a job that ends there goes on as if it had not."""
     read, kept = data.bytes_read, [-1, ""]
 
     def keep() -> None:
         nonlocal read, kept
-        ledger.look(log)
+        ledger.look(log, ranks)
         ledger.bytes_read += data.bytes_read - read
         read = data.bytes_read
         who.update(_place(data))
         if path is None or kept == [ledger.step, data.snapshot]:
             return
         began = time.perf_counter()
-        state = {
-            **who, "ledger": ledger.as_state(), "block_state": block_state(block), "initial": dict(initial),
-            "optimizer": optimizer.state_dict(), "rng": capture_rng(),
-        }  # fmt: skip
-        save(path, state)
+        fields = {**who, "ledger": ledger.as_state(), "rng": capture_rng()}
+        if ranks.world > 1:
+            save_sharded(path.parent, fields, block, optimizer, initial=initial, ranks=ranks)
+        else:
+            tensors = {"block_state": block_state(block), "initial": dict(initial), "optimizer": optimizer.state_dict()}
+            save(path, {**fields, **tensors})
+        if ranks.rank == 0:
+            note(path, step=ledger.step, snapshot=data.snapshot)
         kept = [ledger.step, data.snapshot]
         ledger.seconds["checkpoint"] += time.perf_counter() - began
 
     return keep
 
 
+def note(path: Path, **told: Any) -> None:
+    """Say beside a checkpoint what it holds, for those who look and load no tensor; nothing depends on it."""
+    path.with_suffix(".json").write_text(json.dumps(told) + "\n", encoding="utf-8")
+
+
 def begin(
     path: Path | None, who: Mapping[str, Any], block: nn.Module, optimizer: torch.optim.Optimizer,
-    sampler: zgstore.Sampler, *, seed: int, anchor: float,
+    sampler: zgstore.Sampler, *, seed: int, anchor: float, ranks: Ranks,
 ) -> tuple[Ledger, Mapping[str, Tensor]]:  # fmt: skip
     """The ledger, and the parameters that an anchor pulls to: of the checkpoint if there is one, else new."""
-    state = None if path is None else load(path)
+    state = None
+    if path is not None:
+        state = load(path) if ranks.world == 1 else load_fields(path.parent, ranks)
     if path is None or state is None:
         seed_all(seed)
         initial = {name: tensor.clone() for name, tensor in block_state(block).items()} if anchor else {}
         return Ledger(initial_digest=state_digest(block)), initial
     _refuse_others(path, state, who)
-    restore_block(block, state["block_state"])
-    optimizer.load_state_dict(state["optimizer"])
+    if ranks.world == 1:
+        restore_block(block, state["block_state"])
+        optimizer.load_state_dict(state["optimizer"])
+        device = next(iter(block.parameters())).device
+        initial = {name: tensor.to(device) for name, tensor in state["initial"].items()}
+    else:
+        initial = load_sharded(path.parent, state, block, optimizer)
     ledger = Ledger.of(state["ledger"])
+    ledger.resumed_from = ledger.step or None
     if ledger.order is not None:
         sampler.load_state_dict(ledger.order)
     restore_rng(state["rng"])
-    device = next(iter(block.parameters())).device
-    return ledger, {name: tensor.to(device) for name, tensor in state["initial"].items()}
+    return ledger, initial
 
 
 def identity_of(data: Source, block: int | None, job: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from zgtrain.job import LossSpec, OptimizerSpec, ScheduleSpec
 from zgtrain.ledger import Log
 from zgtrain.objective import BOUNDARY, Objective, anchor_, make_objective, residual_error
 from zgtrain.optimizing import make_optimizer, rate, set_rate
+from zgtrain.ranks import Ranks
 from zgtrain.resuming import begin, identity_of, keeper
 from zgtrain.source import FOLLOWING, Batch, Source, Trained, cached, micro_batches
 from zgtrain.stepping import Plan, arriving
@@ -59,7 +60,7 @@ def train_block(
     gradient: str = "backprop",
     validate_every: int = 0,
     validate_rows: int = 0,
-    checkpoint: Path | str | None = None,
+    checkpoint: Path | None = None,
     checkpoint_every: int = 256,
     workers: int = 1,
     log: Log = lambda _line: None,
@@ -69,6 +70,7 @@ def train_block(
     interface: nn.Module | None = None,
     block_id: int | None = None,
     job: str = "",
+    replicas: int = 1,
 ) -> BlockReport:
     """Train a block on stored boundaries; it is changed in place.
 
@@ -103,6 +105,7 @@ def train_block(
         interface: The last boundary → logits, for token losses; frozen.
         block_id: b, for the report.
         job: The job's identity; default: a digest of these arguments.
+        replicas: Under torchrun: among how many the rows of a step are shared out; the other processes shard.
 
     Returns:
         What was done, and counted.
@@ -125,18 +128,26 @@ def train_block(
     settings = [seed, batch_size, accumulate, order, precision, max_grad_norm, anchor, gradient, validate_rows,
                 asdict(schedule), None if schedule.name == "constant" else steps]  # fmt: skip
     who = identity_of(data, block_id, job or _own_identity(settings, loss, forward, optimizer))
-    trained = Trained(data.reader, held_out=validate_rows, stop=stop)
+    ranks = Ranks.here(replicas=replicas)
+    alone = stop if ranks.world == 1 else _never  # several processes only stop together, between two steps
+    trained = Trained(data.reader, held_out=validate_rows, stop=alone)
     sampler = zgstore.Sampler(trained, seed=seed, batch_size=batch_size * accumulate, order=order)  # type: ignore[arg-type]
-    path = None if checkpoint is None else Path(checkpoint)
-    ledger, initial = begin(path, who, block, optimizer, sampler, seed=seed, anchor=anchor)
-    resumed_from = ledger.step or None
-    keep = keeper(path, who, ledger, data=data, block=block, optimizer=optimizer, initial=initial, log=log)
-    check = partial(_refuse_padding, forward)
-    plan = Plan(sampler, batch_size, first=validate_rows, steps=steps - ledger.step)
+    ledger, initial = begin(checkpoint, who, block, optimizer, sampler, seed=seed, anchor=anchor, ranks=ranks)
+    keep = keeper(
+        checkpoint, who, ledger, data=data, block=block, optimizer=optimizer, initial=initial, log=log, ranks=ranks
+    )
+    plan = Plan(sampler, batch_size, first=validate_rows, steps=steps - ledger.step, ranks=ranks)
 
     with _arithmetic(place, deterministic=deterministic):
-        for batches in arriving(data.ahead(plan, workers=workers, stop=stop), ledger, keep, check):
-            counts = objective.counts(batches)
+        for batches in arriving(
+            data.ahead(plan, workers=workers, stop=alone),
+            ledger,
+            keep=keep,
+            check=partial(_refuse_padding, forward),
+            stop=stop,
+            ranks=ranks,
+        ):
+            counts = ranks.sum_counts(objective.counts(batches))
             for each in batches:
                 batch = each.to(place, dtype=_dtype(block))
                 with torch.autocast(place.type, torch.bfloat16, enabled=precision == "bf16"):
@@ -146,7 +157,8 @@ def train_block(
                 ledger.add(part, *_beside(sums, counts, prediction, batch))
                 if ledger.step % log_every == 0:
                     ledger.leaving_bytes = max(ledger.leaving_bytes, leaving_gradient_bytes(part, block))
-                ledger.queries += backward(part, block)
+                ledger.queries += backward(part * ranks.replicas if ranks.replicas > 1 else part, block)
+            ranks.mean_gradients(parameters)
             norm = 0.0 if max_grad_norm is None else nn.utils.clip_grad_norm_(parameters, max_grad_norm)
             lr = set_rate(optimizer, rate(schedule, ledger.step, steps))
             optimizer.step()
@@ -155,9 +167,9 @@ def train_block(
                 _pull(optimizer, block, initial, anchor)
             ledger.end_step(plan.taken(), norm=norm, lr=lr, tokens=max(counts.values()))
             if ledger.step % log_every == 0:
-                ledger.look(log)
+                ledger.look(log, ranks)
             if validate_every and ledger.step % validate_every == 0:
-                ledger.look(log)
+                ledger.look(log, ranks)
                 ledger.validation = validate(block, data, objective, rows=validate_rows, batch_size=batch_size,
                                              forward=forward, device=place, precision=precision)  # fmt: skip
                 log({"step": ledger.step, "validation_loss": ledger.validation})
@@ -168,12 +180,16 @@ def train_block(
         trained.wait(EVERYTHING)  # a block is done only when what it learned from has a name
         keep()
     return report_of(
-        ledger, who, block, optimizer=optimizer, interface=interface, resumed_from=resumed_from, device=place,
+        ledger, who, block, optimizer=optimizer, interface=interface, device=place,
         deterministic=deterministic,
     )  # fmt: skip
 
 
 # ---- what the loop is made of ----
+
+
+def _never() -> bool:
+    return False
 
 
 def _own_identity(settings: list[Any], loss: Any, forward: Forward, optimizer: torch.optim.Optimizer) -> str:
