@@ -13,10 +13,11 @@ from torch import Tensor
 
 from tests.benchmarks import common_way
 from tests.benchmarks.measuring import Entry, compare, rounds, settle
+from zgstore.format.blobheader import layout_of_column
 from zgstore.format.digest import Hasher, digest_of
 from zgstore.format.manifest import Column, Pins, Snapshot
 from zgstore.format.pages import Blob, LeafPage, RootPage, Shard
-from zgstore.format.tensorfile import as_bytes, layout_of_column
+from zgstore.format.tensorfile import as_bytes
 from zgstore.storage.store import Store
 from zgstore.upkeep.verifier import verify
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zgstore.errors import Corrupt, Invalid
-from zgstore.format.blobheader import lay_out, read_header
+from zgstore.format.blobheader import lay_out, layout_of_column, read_header
 from zgstore.format.manifest import DTYPES, Column
 from zgstore.format.tensorfile import (
     NAME_OF,
@@ -27,9 +27,7 @@ from zgstore.format.tensorfile import (
     encode,
     int8_decode,
     int8_encode,
-    layout_of_column,
     offsets_of,
-    sample_bytes,
 )
 
 torch.set_num_threads(1)
@@ -189,13 +187,6 @@ def test_the_layout_is_known_before_the_first_byte():
     assert blob.startswith(header.encode())
     assert len(blob) == header.file_size
     assert read_header(blob[:4096], file_size=len(blob), what="blob") == header
-
-
-def test_estimates_count_the_bytes_of_a_sample():
-    for each, lengths in ((column("BF16", (7, 5)), None), (column("F32", (None, 70), "int8"), torch.tensor([7]))):
-        tensor = torch.zeros(7, 70) if lengths is not None else torch.zeros(1, 7, 5, dtype=torch.bfloat16)
-        blob = encode(each, tensor, lengths)
-        assert sample_bytes(each, tokens=7) == len(blob) - 4096 - (16 if lengths is not None else 0) + 8 * each.ragged
 
 
 def test_a_buffer_that_may_be_written_is_not_copied():

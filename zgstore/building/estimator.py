@@ -22,8 +22,9 @@ from zgstore.building.recall import Found
 from zgstore.building.recipe import Recipe, load_recipe
 from zgstore.building.rows import Batch, SampleBatch, check_batch
 from zgstore.errors import Invalid
+from zgstore.format.blobheader import layout_of_column
 from zgstore.format.manifest import Column
-from zgstore.format.tensorfile import NAME_OF, TORCH_OF, layout_of_column
+from zgstore.format.tensorfile import NAME_OF, TORCH_OF
 from zgstore.storage.store import Store
 
 GOOD_BLOB_BYTES: Final = 32 << 20

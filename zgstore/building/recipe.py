@@ -15,7 +15,7 @@ from typing import Any, Final
 from zgstore.building.sections import Section, Target, inside, nearest
 from zgstore.errors import Invalid
 from zgstore.format import canonical
-from zgstore.format.manifest import CODECS, DTYPES
+from zgstore.format.manifest import CODECS, FLOATING
 
 MUTABLE_REVISIONS: Final = frozenset(
     {"main", "master", "latest", "head", "dev", "develop", "trunk", "nightly", "stable", "tip", "current", "default"}
@@ -25,7 +25,6 @@ DTYPE_NAMES: Final = {
     "double": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "bf16": "BF16", "fp16": "F16",
     "fp32": "F32", "fp64": "F64",
 }  # fmt: skip
-FLOATING: Final = ("BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 DEFAULT_BATCHES_PER_SHARD: Final = 16
 RESERVED_COLUMNS: Final = ("id", "start")
 
@@ -336,7 +335,7 @@ def _dtype(section: Section) -> str | None:
         return None
     text = section.text("dtype")
     name = DTYPE_NAMES.get(text.lower(), text)
-    if name not in DTYPES or name not in FLOATING:
+    if name not in FLOATING:
         known = sorted(DTYPE_NAMES)
         section.fail("dtype", f"is {text!r}", nearest(text, known) or f"one of {', '.join(known)}")
     return name

@@ -13,9 +13,9 @@ from zgstore.building.preparation import Options, prepare, tasks_of
 from zgstore.building.publication import Assembled
 from zgstore.building.recipe import Recipe
 from zgstore.building.report import BuildReport
+from zgstore.format.blobheader import layout_of_column
 from zgstore.format.digest import Digest
 from zgstore.format.fields import all_u64
-from zgstore.format.tensorfile import layout_of_column
 from zgstore.storage.store import Store
 
 

@@ -20,19 +20,15 @@ from zgstore.building.planner import Wanted
 from zgstore.building.pool import Pool
 from zgstore.building.statistics import Statistics, stats
 from zgstore.errors import Invalid
-from zgstore.format.blobheader import BlobHeader
+from zgstore.format.blobheader import BlobHeader, layout_of_column
 from zgstore.format.digest import Digest
 from zgstore.format.manifest import Column
 from zgstore.format.pages import Blob
-from zgstore.format.tensorfile import TORCH_OF, as_bytes, dtype_name, int8_encode, layout_of_column, offsets_of
+from zgstore.format.tensorfile import TORCH_OF, as_bytes, dtype_name, int8_encode, offsets_of
 from zgstore.storage.drafts import Draft
 from zgstore.storage.store import Session
 
 QUEUE_BYTES: Final = 256 << 20
-_STATISTICS_PIECE: Final = (
-    1 << 16
-)  # elements; bench "build": whole tensors at once leave the cache and cost three times
-_RMS_EVERY: Final = 8
 _SHOWN_VALUES: Final = 4
 
 

@@ -2,7 +2,9 @@
 
 A blob is a safetensors file: eight bytes of length, compact JSON padded with spaces, then the tensors. Of the many
 files that mean the same tensors to a safetensors reader, exactly one is a blob: reading a header means laying out
-what it names again and comparing bytes.
+what it names again and comparing bytes. What a column's blob looks like is known before its first byte is.
+
+Shapes: R rows, S = the sum of the rows' lengths, C channels, G = ceil(C / 64) groups.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from zgstore.errors import Corrupt, Invalid
-from zgstore.format.manifest import DTYPES
+from zgstore.format.manifest import DTYPES, FLOATING, Column
 
 TENSOR_NAMES: Final = ("data", "offsets", "scale")
 ALIGNMENT: Final = 4096
 MAX_HEADER_BYTES: Final = 16 << 20
 MAX_DIMENSIONS: Final = 8
 MAX_TENSOR_BYTES: Final = 1 << 62
+GROUP: Final = 64  # channels that share a scale under int8
 _LENGTH_BYTES: Final = 8
 
 
@@ -139,6 +142,63 @@ def read_header(prefix: bytes, *, file_size: int, what: str) -> BlobHeader:
     return header
 
 
+def layout_of_column(column: Column, *, rows: int, tokens: int) -> BlobHeader:
+    """The header of a column's blob, known before its first byte is.
+
+    Args:
+        column: Its dtype, codec and shape of one sample.
+        rows: R.
+        tokens: S; not looked at for a column that is not ragged.
+
+    Raises:
+        Invalid: if the codec cannot hold such a column.
+    """
+    if column.dtype not in DTYPES:
+        raise Invalid(f"column {column.name!r} has the unknown dtype {column.dtype!r}", hint="use a newer zgstore")
+    fixed = tuple(size for size in column.shape if size is not None)
+    shape = (tokens if column.ragged else rows, *fixed)
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {"data": (column.dtype, shape)}
+    if column.codec == "int8":
+        if column.dtype not in FLOATING or not fixed:
+            raise Invalid(
+                f"column {column.name!r} ({column.dtype}, {list(column.shape)}) cannot have the codec int8",
+                hint='int8 is for floating columns with a channel axis; use codec = "raw"',
+            )
+        tensors = {"data": ("I8", shape), "scale": ("F16", (*shape[:-1], groups_of(shape[-1])))}
+    elif column.codec != "raw":
+        raise Invalid(f"column {column.name!r} has the unknown codec {column.codec!r}", hint="use a newer zgstore")
+    if column.ragged:
+        tensors["offsets"] = ("I64", (rows + 1,))
+    return lay_out(tensors)
+
+
+def groups_of(channels: int) -> int:
+    """G: groups of 64 channels, the last may be short."""
+    return -(-channels // GROUP)
+
+
+def check_layout(header: BlobHeader, column: Column, *, what: str) -> int:
+    """See that a header is one of this column's; its rows.
+
+    Raises:
+        Corrupt: if dtypes, shapes or tensors are another column's.
+    """
+    first = header.tensor("data").shape[:1]
+    tokens = first[0] if first else 0
+    rows = header.tensor("offsets").shape[0] - 1 if column.ragged and _has(header, "offsets") else tokens
+    wanted = layout_of_column(column, rows=max(rows, 0), tokens=tokens)
+    if header != wanted:
+        holds, should = _described(header.tensors), _described(wanted.tensors)
+        raise Corrupt(
+            f"{what} is not a blob of column {column.name!r}: it holds {holds}, and should hold {should}",
+            hint="run `zgstore verify` to see what it hurts and what mends it",
+            object=what,
+            expected=should,
+            actual=holds,
+        )
+    return rows
+
+
 def _text(places: list[tuple[str, str, tuple[int, ...], int, int]]) -> bytes:
     fields = {
         name: {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + size]}
@@ -205,3 +265,11 @@ def _corrupt(what: str, actual: str, expected: str) -> Corrupt:
         expected=expected,
         actual=actual,
     )
+
+
+def _has(header: BlobHeader, name: str) -> bool:
+    return any(spec.name == name for spec in header.tensors)
+
+
+def _described(specs: tuple[TensorSpec, ...]) -> str:
+    return ", ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in specs)

@@ -24,6 +24,7 @@ DTYPES: Final = {  # the safetensors names, with the bytes of one element
     "U32": 4, "I32": 4, "F32": 4,
     "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
+FLOATING: Final = ("BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 
 
 @dataclass(frozen=True, slots=True)

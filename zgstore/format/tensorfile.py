@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zgstore.errors import Corrupt, Invalid
-from zgstore.format.blobheader import BlobHeader, TensorSpec, lay_out, read_header
+from zgstore.format.blobheader import GROUP, check_layout, groups_of, layout_of_column, read_header
 from zgstore.format.manifest import Column
 
 TORCH_OF: Final[dict[str, torch.dtype]] = {
@@ -24,9 +24,7 @@ TORCH_OF: Final[dict[str, torch.dtype]] = {
 }  # fmt: skip
 NAME_OF: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in TORCH_OF.items()}
 
-GROUP: Final = 64
 LEVELS: Final = 127
-_FLOATS: Final = frozenset({"F8_E4M3", "F8_E5M2", "F16", "BF16", "F32", "F64"})
 # Where the largest decoded value, 127 · s, can lie beyond the largest number of the dtype, because s was rounded up.
 _NARROW: Final = frozenset({torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
 _EXACT_IN_FP32: Final = frozenset({torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
@@ -115,41 +113,6 @@ def as_tensor(buffer: bytes | bytearray | memoryview, dtype: str, shape: tuple[i
     if memoryview(buffer).readonly:
         buffer = bytearray(buffer)
     return torch.frombuffer(buffer, dtype=TORCH_OF[dtype]).view(shape)
-
-
-def layout_of_column(column: Column, *, rows: int, tokens: int) -> BlobHeader:
-    """The header of a column's blob, known before its first byte is.
-
-    Args:
-        column: Its dtype, codec and shape of one sample.
-        rows: R.
-        tokens: S; not looked at for a column that is not ragged.
-
-    Raises:
-        Invalid: if the codec cannot hold such a column.
-    """
-    if column.dtype not in TORCH_OF:
-        raise Invalid(f"column {column.name!r} has the unknown dtype {column.dtype!r}", hint="use a newer zgstore")
-    fixed = tuple(size for size in column.shape if size is not None)
-    shape = (tokens if column.ragged else rows, *fixed)
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {"data": (column.dtype, shape)}
-    if column.codec == "int8":
-        if column.dtype not in _FLOATS or not fixed:
-            raise Invalid(
-                f"column {column.name!r} ({column.dtype}, {list(column.shape)}) cannot have the codec int8",
-                hint='int8 is for floating columns with a channel axis; use codec = "raw"',
-            )
-        tensors = {"data": ("I8", shape), "scale": ("F16", (*shape[:-1], groups_of(shape[-1])))}
-    elif column.codec != "raw":
-        raise Invalid(f"column {column.name!r} has the unknown codec {column.codec!r}", hint="use a newer zgstore")
-    if column.ragged:
-        tensors["offsets"] = ("I64", (rows + 1,))
-    return lay_out(tensors)
-
-
-def groups_of(channels: int) -> int:
-    """G: groups of 64 channels, the last may be short."""
-    return -(-channels // GROUP)
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
@@ -309,27 +272,6 @@ def decode(blob: bytes | bytearray | memoryview, column: Column, *, what: str = 
     return Decoded(data, offsets)
 
 
-def check_layout(header: BlobHeader, column: Column, *, what: str) -> int:
-    """See that a header is one of this column's; its rows.
-
-    Raises:
-        Corrupt: if dtypes, shapes or tensors are another column's.
-    """
-    first = header.tensor("data").shape[:1]
-    tokens = first[0] if first else 0
-    rows = header.tensor("offsets").shape[0] - 1 if column.ragged and _has(header, "offsets") else tokens
-    wanted = layout_of_column(column, rows=max(rows, 0), tokens=tokens)
-    if header != wanted:
-        raise Corrupt(
-            f"{what} is not a blob of column {column.name!r}",
-            hint="run `zgstore verify` to see what it hurts and what mends it",
-            object=what,
-            expected=_described(wanted.tensors),
-            actual=_described(header.tensors),
-        )
-    return rows
-
-
 def check_offsets(offsets: Tensor, tokens: int, *, what: str) -> None:
     """See that offsets rise from 0 to the number of tokens.
 
@@ -344,18 +286,3 @@ def check_offsets(offsets: Tensor, tokens: int, *, what: str) -> None:
             expected=f"offsets from 0 to {tokens}",
             actual=f"offsets from {int(offsets[0])} to {int(offsets[-1])}",
         )
-
-
-def _has(header: BlobHeader, name: str) -> bool:
-    return any(spec.name == name for spec in header.tensors)
-
-
-def _described(specs: tuple[TensorSpec, ...]) -> str:
-    return ", ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in specs)
-
-
-def sample_bytes(column: Column, *, tokens: int = 0) -> int:
-    """Bytes of one sample in its blob, for estimates; ``tokens`` is the length of a ragged one."""
-    header = layout_of_column(column, rows=1, tokens=tokens)
-    offsets = 8 * column.ragged  # the extra offset belongs to the shard
-    return sum(spec.size for spec in header.tensors) - offsets

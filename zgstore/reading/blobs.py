@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from zgstore.errors import Corrupt, Invalid, Missing, Transient, ZgError
-from zgstore.format.blobheader import ALIGNMENT, BlobHeader, read_header
+from zgstore.format.blobheader import ALIGNMENT, BlobHeader, check_layout, read_header
 from zgstore.format.digest import Digest, Hasher
 from zgstore.format.manifest import Column
 from zgstore.format.readplan import BlobPlan
-from zgstore.format.tensorfile import as_tensor, check_layout, check_offsets
+from zgstore.format.tensorfile import as_tensor, check_offsets
 
 MAX_OPEN: Final = 32
 THREADS: Final = 2

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zgstore.format.blobheader import lay_out
+from zgstore.format.blobheader import lay_out, layout_of_column
 from zgstore.format.manifest import Column
 from zgstore.format.readplan import ReadPlan
-from zgstore.format.tensorfile import TORCH_OF, as_tensor, int8_decode, layout_of_column
+from zgstore.format.tensorfile import TORCH_OF, as_tensor, int8_decode
 from zgstore.reading.blobs import Blobs, OpenBlob
 from zgstore.reading.layouts import Buffers, Content, Layout, Lengths, pad
 

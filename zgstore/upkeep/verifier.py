@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from zgstore.errors import Busy, Corrupt, Invalid, Missing, NoSpace, Transient, ZgError
-from zgstore.format.blobheader import ALIGNMENT, BlobHeader, read_header
+from zgstore.format.blobheader import ALIGNMENT, BlobHeader, check_layout, lay_out, read_header
 from zgstore.format.digest import Digest
 from zgstore.format.manifest import CODECS, DTYPES, Column, Constant
 from zgstore.storage.objects import Stat
@@ -32,7 +32,6 @@ from zgstore.upkeep.survey import Fault, Problem, Survey, Verified, Wanted
 __all__ = ["Problem", "Verification", "VerifyReport", "failure", "parse_part", "verify"]
 
 THREADS: Final = 2  # two saturate memory on two cores, and no common disk feeds more
-GROUP: Final = 64  # channels that share a scale under int8
 CHUNK: Final = 1000
 _PART = re.compile(r"(\d{1,6})/(\d{1,6})")
 
@@ -306,8 +305,9 @@ class Verification:
         handle = self._store.objects.open(wanted.digest, "objects")
         try:
             prefix = os.pread(handle, ALIGNMENT, 0)
-            header = read_header(prefix, file_size=stat.size, what=f"blob {wanted.digest.short}")
-            why = _unlike(header, wanted)
+            what = f"blob {wanted.digest.short}"
+            header = read_header(prefix, file_size=stat.size, what=what)
+            why = _check_header(header, wanted, what=what)
             if why or not isinstance(wanted.like, Column) or not wanted.like.ragged:
                 return len(prefix), why
             spec = header.tensor("offsets")
@@ -317,23 +317,20 @@ class Verification:
             os.close(handle)
 
 
-def _unlike(header: BlobHeader, wanted: Wanted) -> str:
-    """How a header's tensors differ from what the column or constant promises; "" if they do not."""
-    has = {spec.name: (spec.dtype, spec.shape) for spec in header.tensors}
+def _check_header(header: BlobHeader, wanted: Wanted, *, what: str) -> str:
+    """How a header differs from what its page promises; "" if it does not.
+
+    Raises:
+        Corrupt: if it is of another column.
+    """
     like = wanted.like
     if isinstance(like, Constant):
-        promised = {"data": (like.dtype, like.shape)}
-    elif like.codec not in CODECS or like.dtype not in DTYPES:
+        promised = lay_out({"data": (like.dtype, like.shape)})
+        return "" if header == promised else "it is another constant"
+    if like.codec not in CODECS or like.dtype not in DTYPES:
         return ""  # a later version's: the column cannot be read here, and is not corrupt for that
-    else:
-        tokens = has["data"][1][0] if like.ragged and has["data"][1] else wanted.rows
-        shape = (tokens, *(size for size in like.shape if size is not None))
-        promised = {"data": (like.dtype if like.codec == "raw" else "I8", shape)}
-        if like.codec == "int8":
-            promised["scale"] = ("F16", (*shape[:-1], -(-shape[-1] // GROUP)))
-        if like.ragged:
-            promised["offsets"] = ("I64", (wanted.rows + 1,))
-    return "" if has == promised else f"it holds {has}, and should hold {promised}"
+    rows = check_layout(header, like, what=what)
+    return "" if rows == wanted.rows else f"it holds {rows} rows, and should hold {wanted.rows}"
 
 
 def _broken_offsets(packed: bytes, tokens: int) -> str:
