@@ -1,23 +1,49 @@
-"""Hugging Face decoder models: the teacher, its skeleton, and batches of text and chats.
+"""Hugging Face decoder models: teacher, batches, a student's blocks by explicit layer ranges, and their assembly.
 
 Models and tokenizers are named by where they lie, never by a hub's name: a folder as ``save_pretrained`` writes it, a
-``.gguf`` file, or ``package:NAME``, the data of an installed package.
+``.gguf`` file, or ``package:NAME``, the data of an installed package. One ``[student] args`` serves `teacher`, `block`,
+`assemble`, `interface` and `embedding`: each takes what the others need.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zgstore
-from zgtrain.pretrained import dequantised, find_model, load_config, loading
+from zgtrain.decoder import (
+    Block,
+    Embedding,
+    Interface,
+    Partition,
+    bare_model,
+    cut_block,
+    cut_embedding,
+    cut_interface,
+    dtype_of,
+    fill,
+    join,
+    partition,
+    thinned,
+    whole_model,
+)
+from zgtrain.heldout import heldout, prompts
+from zgtrain.pretrained import ModelPlace, find_model, load_config, load_tokenizer
 from zgtrain.texts import chat_batches, text_batches
 
-__all__ = ["chat_batches", "round_linear_weights", "skeleton", "teacher", "text_batches"]
+__all__ = [
+    "assemble", "block", "chat_batches", "embedding", "forward", "heldout", "interface", "prompts",
+    "round_linear_weights", "skeleton", "teacher", "text_batches", "unpack",
+]  # fmt: skip
 
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Ranges = Sequence[Sequence[int]]
+
+
+# ---- the teacher ----
 
 
 def teacher(
@@ -26,6 +52,8 @@ def teacher(
     dtype: str = "float32",
     attn_implementation: str = "sdpa",
     round_weights_bits: int | None = None,
+    layers: Ranges | None = None,  # noqa: ARG001 — of the student, whose arguments these are too
+    keep: Ranges | None = None,  # noqa: ARG001
 ) -> nn.Module:
     """A causal language model with its weights, in eval mode.
 
@@ -35,23 +63,13 @@ def teacher(
         attn_implementation: ``sdpa`` or ``eager``; other kernels give other bits.
         round_weights_bits: Round each linear map inside the layers to that many bits (symmetric, a scale for each
             output row): a cheap stand-in for a teacher that was changed. The embedding and the head stay.
+        layers: Taken and not used.
+        keep: Taken and not used.
 
     Raises:
         zgstore.Invalid: if there is no model at ``path``, or an argument is out of range.
     """
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 — heavy, and optional
-
-    place = find_model(path)
-    with loading():
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            place.folder,
-            config=load_config(place),
-            dtype=_dtype(dtype),
-            attn_implementation=attn_implementation,
-            local_files_only=True,
-            **place.gguf,
-            **dequantised(place),
-        )
+    model: nn.Module = whole_model(find_model(path), dtype=dtype_of(dtype), attn_implementation=attn_implementation)
     if round_weights_bits is not None:
         round_linear_weights(model, bits=round_weights_bits)
     return model.eval()
@@ -78,9 +96,187 @@ def skeleton(
 
     config = load_config(find_model(path))
     model: nn.Module = AutoModelForCausalLM.from_config(
-        config, dtype=_dtype(dtype), attn_implementation=attn_implementation
+        config, dtype=dtype_of(dtype), attn_implementation=attn_implementation
     )
     return model.eval()
+
+
+def unpack(path: str, folder: str | Path) -> None:
+    """Write a model and its tokenizer as a folder of safetensors, of which a block loads its own tensors alone.
+
+    Of a GGUF file every block unpacks the whole model and lets the rest go, which takes longer and more memory.
+
+    Args:
+        path: As for `teacher`; a GGUF file becomes float32.
+        folder: Where to; left alone if there is a model already.
+    """
+    folder = Path(folder)
+    if (folder / "config.json").is_file():
+        return
+    model: Any = teacher(path)
+    model.config.use_cache = model.generation_config.use_cache = True
+    load_tokenizer(path).save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+# ---- the student ----
+
+
+def block(
+    block_id: int,
+    path: str,
+    *,
+    layers: Ranges,
+    keep: Ranges | None = None,
+    dtype: str = "float32",
+    attn_implementation: str = "sdpa",
+    round_weights_bits: int | None = None,
+) -> Block:
+    """A block of the student: chosen layers of the teacher, copied, with their own rotary embedding and masks.
+
+    Of a folder of safetensors only the block's own tensors are read; a GGUF file is unpacked whole, and what the block
+    does not need is let go (see `unpack`).
+
+    Args:
+        block_id: b.
+        path: The teacher, as for `teacher`.
+        layers: For each block the teacher's layers ``[start, stop)`` that it stands for.
+        keep: For each block the layers of them that it is made of; default all.
+        dtype: Of its parameters.
+        attn_implementation: As the teacher's.
+        round_weights_bits: As the teacher's.
+
+    Raises:
+        zgstore.Invalid: if the ranges leave a gap, or the class cannot be cut.
+    """
+    place, config, kept = _student(path, layers, keep)
+    if not 0 <= block_id < len(kept.kept):
+        raise zgstore.Invalid(f"there is no block {block_id} of {len(kept.kept)}", hint="blocks count from 0")
+    bare = bare_model(config, dtype=dtype_of(dtype), attn_implementation=attn_implementation)
+    made, named = cut_block(bare, kept, block_id)
+    fill(made, named, place, dtype=dtype_of(dtype), attn=attn_implementation)
+    if round_weights_bits is not None:
+        round_linear_weights(made, bits=round_weights_bits)
+    return made
+
+
+def forward(block: nn.Module, source: Tensor, context: Mapping[str, Any]) -> Tensor:
+    """How a job calls a block: ``[train] forward = "zgtrain.causal_lm:forward"``.
+
+    Args:
+        block: Of `block`.
+        source: ``[N, T, D]``.
+        context: ``mask`` and ``positions`` are used.
+    """
+    prediction: Tensor = block(source, context.get("mask"), context.get("positions"))
+    return prediction
+
+
+def interface(
+    path: str,
+    *,
+    dtype: str = "float32",
+    attn_implementation: str = "sdpa",
+    round_weights_bits: int | None = None,  # noqa: ARG001 — the head is never rounded
+    layers: Ranges | None = None,  # noqa: ARG001 — of the student, whose arguments these are too
+    keep: Ranges | None = None,  # noqa: ARG001
+) -> Interface:
+    """The teacher's final norm and head, frozen: the last boundary → logits.
+
+    Args:
+        path: As for `teacher`.
+        dtype: As for `teacher`.
+        attn_implementation: As for `teacher`.
+        round_weights_bits: Taken and not used.
+        layers: Taken and not used.
+        keep: Taken and not used.
+    """
+    place = find_model(path)
+    bare = bare_model(load_config(place), dtype=dtype_of(dtype), attn_implementation=attn_implementation)
+    made, named = cut_interface(bare)
+    fill(made, named, place, dtype=dtype_of(dtype), attn=attn_implementation)
+    return made.eval()
+
+
+def embedding(
+    path: str,
+    *,
+    dtype: str = "float32",
+    attn_implementation: str = "sdpa",
+    round_weights_bits: int | None = None,  # noqa: ARG001 — the embedding is never rounded
+    layers: Ranges | None = None,  # noqa: ARG001 — of the student, whose arguments these are too
+    keep: Ranges | None = None,  # noqa: ARG001
+) -> Embedding:
+    """The teacher's embedding, frozen: ids and positions → boundary 0.
+
+    Args:
+        path: As for `teacher`.
+        dtype: As for `teacher`.
+        attn_implementation: As for `teacher`.
+        round_weights_bits: Taken and not used.
+        layers: Taken and not used.
+        keep: Taken and not used.
+    """
+    place = find_model(path)
+    bare = bare_model(load_config(place), dtype=dtype_of(dtype), attn_implementation=attn_implementation)
+    made, named = cut_embedding(bare)
+    fill(made, named, place, dtype=dtype_of(dtype), attn=attn_implementation)
+    return made.eval()
+
+
+def assemble(
+    blocks: Sequence[nn.Module],
+    path: str,
+    *,
+    layers: Ranges,
+    keep: Ranges | None = None,
+    dtype: str = "float32",
+    attn_implementation: str = "sdpa",
+    round_weights_bits: int | None = None,  # noqa: ARG001 — the blocks are what they are
+) -> nn.Module:
+    """The whole student: an ordinary ``PreTrainedModel`` in eval mode, which ``save_pretrained`` saves.
+
+    It shares the blocks' memory; embedding, norm and head are the teacher's.
+
+    Args:
+        blocks: All of them, in depth order.
+        path: As for `block`.
+        layers: As for `block`.
+        keep: As for `block`.
+        dtype: Of embedding, norm and head; the blocks keep theirs.
+        attn_implementation: As the teacher's.
+        round_weights_bits: Taken and not used.
+
+    Raises:
+        zgstore.Invalid: if the blocks are not those of the partition.
+    """
+    place, config, kept = _student(path, layers, keep)
+    model = bare_model(config, dtype=dtype_of(dtype), attn_implementation=attn_implementation)
+    left = join(model, blocks, kept)
+    fill(model, {name: name for name in left}, place, dtype=dtype_of(dtype), attn=attn_implementation)
+    model.tie_weights()
+    model.config.use_cache = True
+    model.generation_config = _generation(place, model)
+    whole: nn.Module = model.requires_grad_(requires_grad=True).eval()
+    return whole
+
+
+def _student(path: str, layers: Ranges, keep: Ranges | None) -> tuple[ModelPlace, Any, Partition]:
+    place = find_model(path)
+    config = load_config(place)
+    kept = partition(config.num_hidden_layers, layers, keep)
+    return place, thinned(config, kept.layers), kept
+
+
+def _generation(place: ModelPlace, model: Any) -> Any:
+    from transformers import GenerationConfig  # noqa: PLC0415 — heavy, and optional
+
+    if (place.folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(place.folder, local_files_only=True)
+    return GenerationConfig.from_model_config(model.config)
+
+
+# ---- a teacher that was changed ----
 
 
 def round_linear_weights(model: nn.Module, *, bits: int) -> None:
@@ -99,9 +295,3 @@ def round_linear_weights(model: nn.Module, *, bits: int) -> None:
                 scale = weight.abs().amax(dim=1, keepdim=True) / (2 ** (bits - 1) - 1)
                 steps = torch.where(scale > 0, weight / scale, torch.zeros_like(weight)).round()
                 module.weight.copy_(steps * scale)
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise zgstore.Invalid(f"a teacher cannot compute in {name!r}", hint=f"one of {', '.join(DTYPES)}")
-    return DTYPES[name]

@@ -9,10 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
 
 import zgstore
 
@@ -129,3 +133,34 @@ def _gguf_read_once() -> Iterator[None]:
     finally:
         for name, function in slow.items():
             setattr(gguf, name, function)
+
+
+def read_weights(place: ModelPlace, names: Sequence[str]) -> dict[str, Tensor] | None:
+    """Some tensors of a folder's safetensors files, and nothing else of them.
+
+    A tied head is the embedding under another name; a base model's weights may lack the prefix of the whole.
+
+    Returns:
+        By name; None if they are not all there under these names, as of a GGUF file, whose blocks transformers unpacks
+        all together, or of a class whose weights it converts as it loads them.
+    """
+    if place.gguf_file is not None:
+        return None
+    index, single = place.folder / "model.safetensors.index.json", place.folder / "model.safetensors"
+    if index.is_file():
+        places = {str(name): str(file) for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()}
+    elif single.is_file():
+        with safe_open(single, framework="pt") as file:
+            places = dict.fromkeys(file.keys(), single.name)
+    else:
+        return None
+    found = {name: next((each for each in (name, name.partition(".")[2]) if each in places), None) for name in names}
+    if None in found.values():
+        return None
+    read: dict[str, Tensor] = {}
+    for part in sorted({places[there] for there in found.values() if there is not None}):
+        with safe_open(place.folder / part, framework="pt") as file:
+            read.update(
+                {name: file.get_tensor(there) for name, there in found.items() if there and places[there] == part}
+            )
+    return read
