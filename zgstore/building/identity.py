@@ -107,7 +107,7 @@ def known_teacher(store: Store, recipe: Recipe, memo: TeacherMemo, *, device: st
     for entry in reversed(memo.before["entries"]):
         if memo.files is not None and entry["files"] != memo.files:
             continue
-        if entry["ambient"] != _ambient() or not _is_on(entry["device"], device):
+        if entry["ambient"] != ambient() or not _is_on(entry["device"], device):
             continue
         pin = SourcePin.from_value(entry["sources"])
         if changed_sources(pin, search=[recipe.directory], digests=stamped(store)):
@@ -181,10 +181,6 @@ def measure_teacher(
 
 def ambient() -> dict[str, Any]:
     """The process's own settings of arithmetic, before a factory changes them."""
-    return _ambient()
-
-
-def _ambient() -> dict[str, Any]:
     return {
         "tf32": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),

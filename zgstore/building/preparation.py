@@ -27,7 +27,7 @@ from zgstore.errors import Invalid
 from zgstore.format import canonical
 from zgstore.format.digest import Digest, digest_of
 from zgstore.format.fields import all_u64
-from zgstore.format.manifest import Constant, Pins
+from zgstore.format.manifest import Constant, Pins, Snapshot
 from zgstore.storage.store import Session, Store
 
 UNKNOWN: Final = TeacherIdentity(bytes(32), bytes(32), {}, ANY_PLATFORM, "unknown")
@@ -114,6 +114,18 @@ def prepare(store: Store, recipe: Recipe, options: Options, *, session: Session 
         if replace(found, certainty=known.certainty) != known:
             prepared = look(store, source, inputs, data, options=options, session=session)
     return prepared
+
+
+def stream_rows(store: Store, snapshot: Snapshot) -> int:
+    """Rows of the stream that a snapshot was made over: the limit under which it is planned again.
+
+    Raises:
+        Invalid: if its pins name none.
+    """
+    root = store.rows_root(snapshot)
+    if root is None:
+        raise Invalid("the snapshot names no rows", hint="it was not made by a recipe: read it instead")
+    return root.count
 
 
 def _needs_teacher(plan: BuildPlan, worker: tuple[int, int] | None) -> bool:

@@ -1,6 +1,7 @@
 """What is seen of a boundary's values as they pass: whether they are finite, and how large they are.
 
-Only boundaries are looked at. Outputs may hold −inf (a mask in logits), and context is data.
+Outputs are looked at too; only a boundary must be finite, for an output may hold −inf (a mask in logits). Context is
+data.
 """
 
 from __future__ import annotations

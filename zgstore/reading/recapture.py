@@ -23,12 +23,12 @@ from zgstore.building.capture import Pool
 from zgstore.building.execution import TeacherSource
 from zgstore.building.identity import data_memo
 from zgstore.building.inputs import Replay, read_inputs
+from zgstore.building.preparation import stream_rows
 from zgstore.building.recipe import Recipe, load_recipe
 from zgstore.building.rows import SampleBatch
 from zgstore.errors import Invalid, Refused
 from zgstore.format.digest import Digest
 from zgstore.format.manifest import Column, Snapshot
-from zgstore.format.pages import RowsRoot
 from zgstore.format.tensorfile import TORCH_OF, int8_decode, int8_encode
 from zgstore.storage.store import Store
 
@@ -63,7 +63,7 @@ class Recapture:
         for column in self._columns.values():
             if column.role == "context":
                 raise Invalid(f"column {column.name!r} is of the batch, not of the teacher", hint="read it instead")
-        limit = _count_of(store, snapshot)
+        limit = stream_rows(store, snapshot)
         self._inputs = inputs = read_inputs(self.recipe, limit=limit)
         self._source = TeacherSource(store, self.recipe, devices=devices)
         _refuse_others(snapshot, self._source, data_memo(store, self.recipe, inputs).pin["digest"])
@@ -142,13 +142,6 @@ class Recapture:
         if column.ragged and column.name in sample.packed and sample.lengths is not None:
             return torch.split(tensor, sample.lengths.tolist())
         return tuple(tensor)
-
-
-def _count_of(store: Store, snapshot: Snapshot) -> int:
-    root = store.rows_root_of(snapshot)
-    if root is None:
-        raise Invalid("the snapshot names no rows", hint="it was not made by a recipe: read it instead")
-    return RowsRoot.decode(store.objects.read_meta(root, RowsRoot.KIND)).count
 
 
 def _refuse_others(snapshot: Snapshot, source: TeacherSource, data: bytes) -> None:

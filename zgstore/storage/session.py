@@ -12,7 +12,7 @@ from zgstore.errors import Invalid, Missing, ZgError
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
 from zgstore.format.fields import all_digests
 from zgstore.format.manifest import Record, Snapshot
-from zgstore.format.pages import Blob, RowsRoot
+from zgstore.format.pages import Blob
 from zgstore.storage import partials
 from zgstore.storage.drafts import Draft
 from zgstore.storage.files import directory, faults, remove_tree
@@ -247,12 +247,13 @@ class Session:
 
         Pages are reserved before they are read, and come out of the trash where they are there.
         """
-        rows = self.store.rows_root_of(snapshot)
-        pages = [page for page in (snapshot.root, snapshot.dropped, rows) if page is not None]
+        named = (snapshot.root, snapshot.dropped, self.store.rows_root_of(snapshot))
+        pages = [page for page in named if page is not None]
         self._require_pages(pages)
         below = list(all_digests(self.store.root(snapshot).leaves))
+        rows = self.store.rows_root(snapshot)
         if rows is not None:
-            below += all_digests(RowsRoot.decode(self.store.objects.read_meta(rows, "page")).pages)
+            below += all_digests(rows.pages)
         self._require_pages(below)
         places = [at for at, each in enumerate(snapshot.columns) if columns is None or each.name in columns]
         blobs = dict.fromkeys(constant.blob.raw for constant in snapshot.constants)

@@ -14,7 +14,7 @@ from zgstore.errors import Corrupt, Invalid, Missing, NoSpace, NotFound
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_prefix
 from zgstore.format.fields import all_digests
 from zgstore.format.manifest import Record, Snapshot
-from zgstore.format.pages import Dropped, LeafPage, RootPage, Shard
+from zgstore.format.pages import Dropped, LeafPage, RootPage, RowsRoot, Shard
 from zgstore.format.readplan import ReadPlan
 from zgstore.storage import plans
 from zgstore.storage.builds import Build
@@ -269,6 +269,11 @@ class Store:
         """The root of its row pages; None where the pins name none."""
         raw = snapshot.pins.data.get("digest")
         return Digest(raw) if isinstance(raw, bytes) and len(raw) == DIGEST_BYTES else None
+
+    def rows_root(self, snapshot: Snapshot) -> RowsRoot | None:
+        """The row pages of the stream that it was made over; None where the pins name none. Raises Missing, Corrupt."""
+        digest = self.rows_root_of(snapshot)
+        return None if digest is None else RowsRoot.decode(self.objects.read_meta(digest, "page"))
 
     def record_of(self, snapshot: Digest) -> Record | None:
         """The newest record about a snapshot: named by a reflog entry, else found among the metadata; None if none.

@@ -13,7 +13,7 @@ from zgstore.errors import Corrupt, Invalid, Partial
 from zgstore.format.digest import Digest
 from zgstore.format.fields import all_digests
 from zgstore.format.manifest import Snapshot
-from zgstore.format.pages import Blob, RowsRoot
+from zgstore.format.pages import Blob
 from zgstore.storage import partials
 from zgstore.storage.store import ANY, Session, Store
 
@@ -215,10 +215,9 @@ def _pages(store: Store, snapshot: Snapshot) -> Iterator[Digest]:
     yield snapshot.root
     if snapshot.dropped is not None:
         yield snapshot.dropped
-    rows = snapshot.pins.data.get("digest")
-    if isinstance(rows, bytes):
-        root = Digest(rows)
-        yield from all_digests(RowsRoot.decode(store.objects.read_meta(root, "page")).pages)
+    root, rows = store.rows_root_of(snapshot), store.rows_root(snapshot)
+    if root is not None and rows is not None:
+        yield from all_digests(rows.pages)
         yield root
 
 

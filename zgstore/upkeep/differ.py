@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from zgstore.format.digest import DIGEST_BYTES, Digest
@@ -182,11 +182,7 @@ def diff(
     found, skipped = valuediff.compare(
         store, structure.a, structure.b, columns=common, samples=samples, progress=progress
     )
-    return Diff(
-        **{name: getattr(structure, name) for name in Diff.__slots__ if name not in {"values", "skipped"}},
-        values=found,
-        skipped=skipped,
-    )
+    return replace(structure, values=found, skipped=skipped)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from typing import Any, Final
 from zgstore.building.execution import Captured, Run, Task, run_tasks
 from zgstore.building.explanation import pin_changes
 from zgstore.building.planner import BuildPlan
-from zgstore.building.preparation import Options, Prepared, prepare
+from zgstore.building.preparation import Options, Prepared, prepare, stream_rows
 from zgstore.building.recipe import Recipe, load_recipe
-from zgstore.errors import Invalid, NotFound
+from zgstore.errors import Invalid
 from zgstore.format.digest import Digest
 from zgstore.format.manifest import Snapshot
-from zgstore.format.pages import RowsRoot, Shard
+from zgstore.format.pages import Shard
 from zgstore.storage.store import Store
 from zgstore.upkeep.survey import Problem
 
@@ -103,7 +103,7 @@ def recompute(
     chosen = _spread(len(shards), count)
     problems: list[Problem] = []
     with store.writing("recompute") as session:
-        options = Options(devices=tuple(devices), limit=_count_of(store, snapshot))
+        options = Options(devices=tuple(devices), limit=stream_rows(store, snapshot))
         prepared = prepare(store, recipe, options, session=session)
         _same_or_invalid(snapshot, prepared)
         prepared.source.load()
@@ -138,13 +138,6 @@ def _spread(total: int, count: int) -> list[int]:
     if count == 1:
         return [total // 2]
     return sorted({round(at * (total - 1) / (count - 1)) for at in range(count)})
-
-
-def _count_of(store: Store, snapshot: Snapshot) -> int | None:
-    root = store.rows_root_of(snapshot)
-    if root is None:
-        raise NotFound("the snapshot names no rows", hint="it was not made by a recipe")
-    return RowsRoot.decode(store.objects.read_meta(root, "page")).count
 
 
 def _same_or_invalid(snapshot: Snapshot, prepared: Prepared) -> None:

@@ -20,12 +20,11 @@ from zgstore.building.recipe import Recipe, load_recipe
 from zgstore.errors import Corrupt, Invalid, Missing, ZgError
 from zgstore.format.digest import Digest
 from zgstore.format.manifest import Snapshot
-from zgstore.format.pages import RowsRoot, Shard
+from zgstore.format.pages import Shard
 from zgstore.storage.store import Session, Store
 from zgstore.upkeep.recomputer import pins_that_differ, place_of, platform_text
 from zgstore.upkeep.survey import Problem
 
-META_KINDS: Final = ("page", "snapshot", "record")
 PIECE_BYTES: Final = 4 << 20
 
 
@@ -256,13 +255,12 @@ def _limits(store: Store, snapshots: Mapping[Digest, Snapshot]) -> list[int | No
     """The whole stream, then as many rows as each hurt snapshot had: a last shard depends on where the stream ended."""
     limits: list[int | None] = [None]
     for snapshot in snapshots.values():
-        root = store.rows_root_of(snapshot)
         try:
-            count = RowsRoot.decode(store.objects.read_meta(root, "page")).count if root else None
+            rows = store.rows_root(snapshot)
         except (Missing, Corrupt):
             continue
-        if count not in limits:
-            limits.append(count)
+        if rows is not None and rows.count not in limits:
+            limits.append(rows.count)
     return limits
 
 

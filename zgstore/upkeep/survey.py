@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from zgstore.errors import Corrupt, Missing, ZgError
 from zgstore.format.digest import Digest
-from zgstore.format.fields import all_digests, all_u64
+from zgstore.format.fields import all_digests, all_u64, unpack_u64
 from zgstore.format.manifest import Column, Constant, Record, Snapshot
 from zgstore.format.pages import Dropped, LeafPage, RootPage, RowsPage, RowsRoot
 from zgstore.storage import partials
@@ -215,7 +215,7 @@ class Survey:
                 whole = False
             else:
                 table.leaves.append(digest)
-                says = (all_u64(root.shards)[at], all_u64(root.rows)[at], *(all_u64(c)[at] for c in root.column_bytes))
+                says = tuple(unpack_u64(packed, at) for packed in (root.shards, root.rows, *root.column_bytes))
                 has = (len(leaf), sum(all_u64(leaf.rows)), *(sum(all_u64(sizes)) for sizes in leaf.sizes))
                 if says != has:
                     self._wrong(

@@ -21,7 +21,7 @@ from zgstore.format.blobheader import TensorSpec
 from zgstore.format.digest import DIGEST_BYTES, Digest
 from zgstore.format.fields import all_digests
 from zgstore.format.manifest import Column, Snapshot
-from zgstore.format.pages import Dropped, RowsPage, RowsRoot
+from zgstore.format.pages import Dropped, RowsPage
 from zgstore.format.readplan import ColumnPlan, ReadPlan
 from zgstore.format.tensorfile import TORCH_OF, as_tensor, int8_decode
 from zgstore.reading.blobs import Blobs, OpenBlob
@@ -140,10 +140,9 @@ class _Side:
 
 def _row_digests(store: Store, snapshot: Snapshot, dropped: Dropped, rows: int) -> bytes | None:
     """The digests of the stored rows joined; None where the pins do not tell them."""
-    pinned = snapshot.pins.data.get("digest")
-    if not isinstance(pinned, bytes) or len(pinned) != DIGEST_BYTES:
+    root = store.rows_root(snapshot)
+    if root is None:
         return None
-    root = RowsRoot.decode(store.objects.read_meta(Digest(pinned), "page"))
     pages = (RowsPage.decode(store.objects.read_meta(page, "page")) for page in all_digests(root.pages))
     stream = np.frombuffer(b"".join(page.digests for page in pages), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
     kept = np.ones(len(stream), dtype=bool)
