@@ -461,6 +461,31 @@ def test_an_extractor_gives_every_batch_the_same_columns(tmp_path, store, more):
         build(store, write_recipe(tmp_path / "p", module, boundaries=(), capture=capture))
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"storage": 'batches_per_shard = 2\ndtype = "bfloat16"'},
+        {"storage": 'batches_per_shard = 2\n[storage.columns."norm:in"]\ncodec = "int8"'},
+        {"capture": 'lengths = "attention_mask"\nsequence = ["input_ids", "labels"]'},
+    ],
+)
+def test_the_space_for_all_that_is_missing_is_asked_for_before_the_first_shard_is_written(
+    tmp_path, store, monkeypatch, how
+):
+    asked = []
+    monkeypatch.setattr(Store, "check_space", lambda _, size: asked.append((size, len(blobs_in(store)))))
+    path, _module = make_project(tmp_path / "p", **how)
+    write_rows(tmp_path / "p", 13, ragged=True)
+    report = build(store, path)
+    most, blobs = max(asked)
+    assert (most, blobs) == (report.total_bytes, 0)
+
+
+def blobs_in(store):
+    return list((store.path / "objects").glob("??/*"))
+
+
 def test_a_dry_run_says_what_would_be_done_and_does_nothing(tmp_path, store):
     path, _module = make_project(tmp_path / "p")
     dry = build(store, path, dry_run=True, explain=True)

@@ -25,8 +25,9 @@ from zgstore.building.recipe import Recipe
 from zgstore.building.rows import ID, Batch, SampleBatch, lengths_of
 from zgstore.building.shards import Background, ShardDraft, weight_of
 from zgstore.errors import Interrupted, Invalid
-from zgstore.format.blobheader import lay_out
+from zgstore.format.blobheader import lay_out, layout_of_column
 from zgstore.format.digest import digest_of
+from zgstore.format.manifest import Column
 from zgstore.format.tensorfile import TORCH_OF, as_bytes, dtype_name
 from zgstore.storage.store import Session, Store
 
@@ -181,6 +182,7 @@ class Run:
         tick: Called with (rows, bytes) handed over.
         constants: Digest by name, as the first batch gave them; filled here for an extractor's.
         columns: All that an extractor's first batch gave; empty if that is not known.
+        waiting: Tasks whose space has not been asked for.
     """
 
     session: Session
@@ -194,6 +196,7 @@ class Run:
     check_space: bool = True
     constants: dict[str, bytes] = field(default_factory=dict)
     columns: Collection[str] = ()
+    waiting: Sequence[Task] = ()
     drafts: list[ShardDraft] = field(default_factory=list)
     teacher_seconds: float = 0.0
     store_seconds: float = 0.0
@@ -207,6 +210,7 @@ def run_tasks(run: Run, tasks: Sequence[Task]) -> None:
         Interrupted: if asked to stop; the shards so far are finished.
         Whatever the teacher, the capture or the writing thread raised.
     """
+    run.waiting = tasks
     try:
         _run_all(run, tasks)
     finally:
@@ -304,7 +308,7 @@ def _run_shard(run: Run, background: Background, hooks: _Hooks, replay: Replay, 
         background.submit(_adding(run, draft, tensors, sample), weight_bytes=size)
         if index == shard.first_batch and run.check_space:
             # The shapes are known from here on: refuse before rather than fail half way.
-            run.session.store.check_space(size * shard.batches)
+            run.session.store.check_space(_still_needed(run, task, tensors, sample.packed) or size * shard.batches)
         run.tick(info.rows, size)
     run.teacher_seconds += seconds
     captured = Captured(shard, task.wanted, draft, left_out, seconds)
@@ -314,6 +318,29 @@ def _run_shard(run: Run, background: Background, hooks: _Hooks, replay: Replay, 
         run.drafts.remove(draft)
 
     background.submit(lambda: _timed(run, finish))
+
+
+def _still_needed(run: Run, task: Task, tensors: Mapping[str, Tensor], packed: Collection[str]) -> int:
+    """Bytes of all that is to be captured as this task is, asked once; 0 where an extractor may leave rows out."""
+    waiting, run.waiting = run.waiting, ()
+    if run.source.recipe.capture.extractor is not None:
+        return 0
+    columns = [_column_of(wanted, tensors[wanted.name], packed) for wanted in task.wanted]
+    return sum(
+        layout_of_column(column, rows=each.shard.rows, tokens=each.shard.tokens).file_size
+        for each in waiting
+        if each.wanted == task.wanted
+        for column in columns
+    )
+
+
+def _column_of(wanted: Wanted, tensor: Tensor, packed: Collection[str]) -> Column:
+    """The column that a wanted one is, as its first tensor shows it."""
+    if wanted.known is not None:
+        return wanted.known
+    rest = tuple(tensor.shape[1:])
+    dtype = wanted.dtype if wanted.dtype and tensor.is_floating_point() else dtype_name(tensor)
+    return wanted.column(dtype, (None, *rest) if wanted.name in packed else rest)
 
 
 def _adding(run: Run, draft: ShardDraft, tensors: Mapping[str, Tensor], sample: SampleBatch) -> Callable[[], None]:
