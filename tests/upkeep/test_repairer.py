@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from zgstore.building import sections
 from zgstore.building.builder import build
 from zgstore.errors import Invalid
 from zgstore.storage.store import Store
+from zgstore.upkeep.collector import collect
+from zgstore.upkeep.copier import copy
 from zgstore.upkeep.recomputer import recompute
 from zgstore.upkeep.repairer import repair
 from zgstore.upkeep.verifier import verify
@@ -84,6 +87,31 @@ def test_pages_and_snapshots_are_written_again_by_the_recipe(built):
     assert not done.left
     assert store.snapshot(report.snapshot) == snapshot
     assert not list(verify(store))
+
+
+@pytest.mark.parametrize("damage", [flip, lambda file: file.unlink()])
+def test_a_record_that_nothing_makes_again_is_forgotten_by_the_reflog(built, damage):
+    store, path, _, report = built
+    store.point("v1", "tag", report.snapshot)
+    (entry,) = store.refs.log("cache")
+    damage(store.objects.path(entry.record, "meta"))
+    done = repair(store, list(verify(store)), recipe=path)
+    assert ([each.source for each in done.mended], done.left) == (["forgotten"], ())
+    assert not list(verify(store))
+    assert store.refs.log("cache") == [replace(entry, record=None)]
+    assert store.refs.get("cache") == report.snapshot
+    collect(store, now=True)
+
+
+def test_a_record_is_fetched_where_another_store_has_it(built, tmp_path):
+    store, path, _, _ = built
+    other = Store.init(tmp_path / "other")
+    copy(store, "cache", to=other)
+    (entry,) = store.refs.log("cache")
+    flip(store.objects.path(entry.record, "meta"))
+    done = repair(store, list(verify(store)), recipe=path, source=other)
+    assert [each.source for each in done.mended] == ["store"]
+    assert store.refs.log("cache") == [entry]
 
 
 def test_a_snapshot_with_a_limit_is_repaired_as_it_was(tmp_path):

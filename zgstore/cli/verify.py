@@ -174,7 +174,7 @@ def view(value: dict[str, Any]) -> Iterator[Block]:
         yield Line(
             f"mended {plural(len(mended['mended']), 'object')} in {duration_text(mended['seconds'])}", style="bold"
         )
-        yield Facts([(f"  {short(each['object'])}", f"from the {each['source']}") for each in mended["mended"]])
+        yield Facts([(f"  {short(each['object'])}", _origin(each["source"])) for each in mended["mended"]])
         for path in mended["quarantined"]:
             yield Line(f"  set aside: {path}")
     if again := value.get("recomputed"):
@@ -182,3 +182,7 @@ def view(value: dict[str, Any]) -> Iterator[Block]:
     looked = f"{summary(value['objects'], 'object', value['bytes'])} in {duration_text(value['seconds'])}"
     found = f"{plural(len(value['problems']), 'problem')} left" if mended else plural(len(value["problems"]), "problem")
     yield Line(f"{found if value['problems'] else 'sound'}: {looked}")
+
+
+def _origin(source: str) -> str:
+    return "a record that is lost: the reflog names it no more" if source == "forgotten" else f"from the {source}"

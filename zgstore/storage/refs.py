@@ -9,7 +9,7 @@ import enum
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -240,6 +240,25 @@ class Refs:
             for entry in entries:
                 self._files.unlink(("reflog", KINDS[kind]), f"{name}/{entry.number:012d}")
 
+    def forget_record(self, record: Digest) -> bool:
+        """Let the reflog name this record no more; whether it did. The caller holds the store lock."""
+        found = False
+        with self._files.alone():
+            for kind, folder in KINDS.items():
+                for name in self._files.names(("refs", folder)):
+                    for entry in self._entries(name, kind, damaged=[]):
+                        if entry.record == record:
+                            self._rewrite(name, kind, replace(entry, record=None))
+                            found = True
+        return found
+
+    def _rewrite(self, name: str, kind: str, entry: LogEntry) -> None:
+        """The entry anew, as old as it was: its age decides how long it is kept."""
+        path = f"{name}/{entry.number:012d}"
+        self._files.write(("reflog", KINDS[kind]), path, _entry_line(entry))
+        with directory(self.root, "reflog", KINDS[kind], *name.split("/")) as folder:
+            os.utime(f"{entry.number:012d}", (entry.time_seconds, entry.time_seconds), dir_fd=folder)
+
     def last_logged(self, name: str, kind: str) -> Digest | None:
         """What the newest sound reflog entry says the ref should name: what to set a torn one to."""
         entries = self._entries(name, kind, damaged=[])
@@ -269,8 +288,7 @@ class Refs:
 
     def _append(self, name: str, kind: str, entry: LogEntry) -> None:
         number = next(iter(self._numbers(name, kind)), 0) + 1
-        text = f"{entry.old or '-'} {entry.new} {entry.record or '-'}\n"
-        if not self._files.write(("reflog", KINDS[kind]), f"{name}/{number:012d}", text, replace=False):
+        if not self._files.write(("reflog", KINDS[kind]), f"{name}/{number:012d}", _entry_line(entry), replace=False):
             # Only where locks do not work.
             raise Conflict(f"{name!r} was moved at the same time", hint="look at it again, then retry")
 
@@ -348,6 +366,10 @@ def _collected(damaged: builtins.list[Corrupt] | None) -> Iterator[None]:
 
 def _line(digest: Digest) -> str:
     return f"{digest}\n"
+
+
+def _entry_line(entry: LogEntry) -> str:
+    return f"{entry.old or '-'} {entry.new} {entry.record or '-'}\n"
 
 
 def _parse_entry(path: Path, body: bytes, time_seconds: float) -> LogEntry:

@@ -30,7 +30,10 @@ PIECE_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Mended:
-    """An object that is as it should be again, and where it came from: ``recipe``, ``store`` or ``trash``."""
+    """An object that is as it should be again, and where it came from: ``recipe``, ``store`` or ``trash``.
+
+    A record that nothing makes again is ``forgotten``: its snapshot is whole without it.
+    """
 
     object: str
     source: str
@@ -124,9 +127,19 @@ def repair(
             _from_store(work, source)
         if recipe is not None and work.open:
             _from_recipe(work, recipe, devices, progress or (lambda _rows, _bytes: None))
+        _forget_records(work)
         session.sync()
         left += [_explained(work, digest, problem) for (_, digest), problem in work.open.items()]
     return RepairReport(tuple(work.mended), tuple(left), tuple(work.quarantined), time.perf_counter() - began)
+
+
+def _forget_records(work: _Work) -> None:
+    """Who built a snapshot and when is no function of anything: what cannot be fetched, the reflog names no more."""
+    for family, digest in list(work.open):
+        if family == "meta":
+            with work.store.leases.store_lock(exclusive=False):
+                if work.store.refs.forget_record(digest):
+                    work.settle(family, digest, "forgotten")
 
 
 def _explained(work: _Work, digest: Digest, problem: Problem) -> Problem:
