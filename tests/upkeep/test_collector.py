@@ -22,6 +22,7 @@ from zgstore.format.pages import RowsRoot
 from zgstore.storage import leases, partials
 from zgstore.storage.store import Store
 from zgstore.upkeep import collector
+from zgstore.upkeep.verifier import verify
 
 DAY = 86400.0
 
@@ -439,6 +440,17 @@ def test_what_a_killed_build_left_is_cleaned_and_its_objects_collected(store, la
     assert not (store.path / "tmp" / uuid).exists()
     assert not store.memos.builds()
     assert report.trashed.objects == 3
+
+
+def test_a_copy_that_lost_its_empty_folders_is_collected(store):
+    publish(store, "main", [1])
+    publish(store, "gone", [9])
+    store.refs.remove("gone", "head")
+    for folder in sorted(store.path.rglob("*"), reverse=True):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+    assert run_both(store, now=True).freed.objects
+    assert list(verify(store)) == []
 
 
 def test_what_a_living_build_has_in_tmp_stays(store, later):

@@ -13,6 +13,7 @@ from zgstore.errors import Conflict, Corrupt, Invalid, Missing, NoSpace, NotFoun
 from zgstore.format.pages import Dropped
 from zgstore.storage import partials
 from zgstore.storage.store import Store
+from zgstore.upkeep.accounts import usage
 from zgstore.upkeep.copier import copy, plan_copy
 from zgstore.upkeep.verifier import verify
 
@@ -129,6 +130,14 @@ def test_a_part_is_marked_partial(source, target):
     with pytest.raises(Partial) as caught:
         target.read_plan("main", ["h.1"])
     assert "zgstore copy" in caught.value.hint
+
+
+def test_a_part_takes_the_bytes_that_are_there(source, target):
+    small.publish(source, table(), ref="main")
+    copy(source, "main", to=target, columns=["h.0"])
+    here = sum(file.stat().st_size for file in (target.path / "objects").glob("??/*"))
+    assert usage(target).total_bytes == here < usage(source).total_bytes
+    assert [share.bytes for share in usage(target).snapshots] == [here]
 
 
 def test_parts_add_up_and_the_whole_is_no_part(source, target):

@@ -275,7 +275,7 @@ class Leases:
 
     def locks_work(self) -> bool:
         """Whether a lock held by one process keeps another out here."""
-        return locks.locks_work(self.root)
+        return locks.locks_work(self.root, dir_mode=self._dir_mode)
 
 
 def _boot() -> str:

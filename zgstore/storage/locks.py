@@ -163,10 +163,10 @@ with open(sys.argv[1], "r+b") as file:
 """
 
 
-def locks_work(root: Path) -> bool:
+def locks_work(root: Path, *, dir_mode: int) -> bool:
     """Whether a lock that this process holds keeps another process out: asked of a real second process."""
     name = f"probe-{uuid.uuid4()}"
-    with faults("testing the store's locks"), directory(root, "tmp") as tmp:
+    with faults("testing the store's locks"), directory(root, "tmp", make=dir_mode) as tmp:
         handle = create(tmp, name, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

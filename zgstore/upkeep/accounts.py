@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zgstore.errors import NotFound
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_prefix
-from zgstore.format.fields import all_digests
+from zgstore.format.fields import all_digests, raw_digests
 from zgstore.format.manifest import Snapshot
 from zgstore.format.pages import RowsRoot
 from zgstore.storage.objects import FAMILIES
@@ -19,7 +20,6 @@ from zgstore.upkeep.reachability import (
     Reach,
     Retention,
     chosen,
-    each_digest,
     place_in,
     reach,
     read_any,
@@ -82,7 +82,7 @@ def why(store: Store, digest: str | Digest, *, retention: Retention | None = Non
         if chain is not None:
             chains.append((Link(root.kind, root.name, ""), *chain))
     for uuid, leased in found.leased:
-        if target.raw in set(each_digest(leased)):
+        if target.raw in set(raw_digests(leased)):
             chains.append((Link("lease", uuid, ""), Link("object", target.short, str(target))))
     for file in store.memos.actions():
         action = store.memos.read_action(file)
@@ -231,11 +231,13 @@ def usage(store: Store) -> Usage:
     for hold in store.refs.holds():
         names.setdefault(hold.snapshot, []).append(f"hold {hold.name}")
     everything = Reach(store)
+    listed = b"".join(store.objects.packed_names("objects"))
+    there = DigestTable(listed)
     parts = {}
     for digest in names:
         everything.add(digest, "head")
-        parts[digest] = reach(store, [digest]).blobs()
-    joined, sizes = everything.blobs()
+        parts[digest] = _here(there, reach(store, [digest]))
+    joined, sizes = _here(there, everything)
     table = DigestTable(joined)
     owners = np.zeros(len(table), np.int64)
     for blobs, _ in parts.values():
@@ -245,7 +247,6 @@ def usage(store: Store) -> Usage:
         own = int(blob_sizes[owners[table.find(blobs)] == 1].sum())
         total = int(blob_sizes.sum())
         shares.append(Share(digest, tuple(sorted(names[digest])), len(blob_sizes), total, own, total - own))
-    listed = b"".join(store.objects.packed_names("objects"))
     others = chosen(listed, ~table.has(listed))
     return Usage(
         snapshots=tuple(sorted(shares, key=lambda share: share.refs)),
@@ -254,6 +255,13 @@ def usage(store: Store) -> Usage:
         metadata_bytes=_bytes_of(store, b"".join(store.objects.packed_names("meta")), "meta"),
         trash_bytes=sum(each.size for each in store.objects.trashed()),
     )
+
+
+def _here(there: DigestTable, found: Reach) -> tuple[bytes, NDArray[np.uint64]]:
+    """The blobs that are there, and their sizes: of a part that was copied not all are."""
+    blobs, sizes = found.blobs()
+    mask = there.has(blobs)
+    return chosen(blobs, mask), sizes[mask]
 
 
 def _bytes_of(store: Store, joined: bytes, family: str) -> int:

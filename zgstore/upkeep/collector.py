@@ -316,7 +316,9 @@ class _Recheck:
 
     def _reach_snapshots_born_since(self) -> None:
         for folder, seen in self.folders.items():
-            changed = folder.stat().st_mtime_ns
+            changed = 0
+            with contextlib.suppress(FileNotFoundError):  # a copy may have lost its empty folders
+                changed = folder.stat().st_mtime_ns
             if changed == seen:
                 continue
             self.folders[folder] = changed

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from zgstore.errors import Corrupt, Missing
 from zgstore.format.digest import DIGEST_BYTES, Digest
-from zgstore.format.fields import all_digests
+from zgstore.format.fields import all_digests, raw_digests
 from zgstore.storage import partials
 from zgstore.storage.memos import ActionFile
 from zgstore.storage.objects import FAMILIES, Stat, Trashed
@@ -24,7 +24,6 @@ from zgstore.upkeep.reachability import (
     Retention,
     Roots,
     chosen,
-    each_digest,
     log_of,
     read_any,
     roots,
@@ -274,7 +273,7 @@ class _Sorting:
         candidates = []
         for family, joined in loose.items():
             leased = self.leased.has(joined)
-            for at, (raw, stat) in enumerate(zip(each_digest(joined), self._stats(joined, family), strict=True)):
+            for at, (raw, stat) in enumerate(zip(raw_digests(joined), self._stats(joined, family), strict=True)):
                 if stat is None:
                     continue
                 if stat is FOREIGN:
@@ -359,7 +358,7 @@ class _Sorting:
             if not alive:
                 yield Leftover("lease", uuid, 0)
         for kind in ("tmp", "builds"):
-            for path in sorted((self.store.path / kind).iterdir()):
+            for path in sorted((self.store.path / kind).glob("*")):
                 touched, size = _touched_and_size(path)
                 is_left = leases.get(path.name) is None and self.rules.now - touched >= LEFTOVER_SECONDS
                 if leases.get(path.name) is False or is_left:
