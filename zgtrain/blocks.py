@@ -380,7 +380,7 @@ def _journal(job: Job, folder: Path, block: int, ranks: Ranks) -> Iterator[Log]:
 
 
 def _clear(folder: Path) -> None:
-    for name in (CHECKPOINT, REPORT, LOG_NAME):
+    for name in (CHECKPOINT, "checkpoint.json", REPORT, LOG_NAME):
         (folder / name).unlink(missing_ok=True)
     while (last := newest(folder)) is not None:
         shutil.rmtree(last)

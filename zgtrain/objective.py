@@ -136,14 +136,21 @@ class Objective:
             sums[BOUNDARY] = masked_sum(values, mask)
         if self.interface is None or not {TOKEN_CE, TOKEN_KL} & set(self.weights):
             return sums
-        logits = self.interface(prediction)
+        logits = self._logits(prediction)
         if TOKEN_CE in self.weights:
             sums[TOKEN_CE] = token_ce(logits, context["labels"]).sum()
         if TOKEN_KL in self.weights:
             with torch.no_grad():
-                teacher = self.interface(target)
+                teacher = self._logits(target)
             sums[TOKEN_KL] = masked_sum(token_kl(logits, teacher), mask)
         return sums
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """Through the interface, in the dtype that it computes in: what is stored may have another."""
+        assert self.interface is not None
+        dtype = next((p.dtype for p in self.interface.parameters() if p.is_floating_point()), states.dtype)
+        logits: Tensor = self.interface(states.to(dtype))
+        return logits
 
     def total(self, sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> Tensor:
         """The loss: the part that these sums are of the global batch's, whose counts these are."""

@@ -195,7 +195,7 @@ def _never() -> bool:
 def _own_identity(settings: list[Any], loss: Any, forward: Forward, optimizer: torch.optim.Optimizer) -> str:
     """The identity of a training that belongs to no job: its settings, and its functions by name."""
     names = [getattr(each, "__qualname__", type(each).__name__) for each in (forward, optimizer)]
-    said = loss if isinstance(loss, str | None) else repr(loss) if isinstance(loss, LossSpec) else loss.__qualname__
+    said = str(loss) if isinstance(loss, str | LossSpec | None) else getattr(loss, "__qualname__", type(loss).__name__)
     text = json.dumps([*settings, *names, said, optimizer.defaults], default=str, sort_keys=True)
     return str(zgstore.digest_of(None, b"zgtrain 1 training\0", text.encode()))
 

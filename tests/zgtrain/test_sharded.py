@@ -86,16 +86,14 @@ def together(folder, name, **options):
 
 folder = sys.argv[1]
 found = {
-    "sharded": together(folder, "sharded"),
-    "stopped": together(folder, "resumed", stop_at=2),
-    "resumed": together(folder, "resumed"),
+    "sharded": together(folder, "sharded", anchor=0.5),
+    "stopped": together(folder, "resumed", stop_at=2, anchor=0.5),
+    "resumed": together(folder, "resumed", anchor=0.5),
     "replicas": together(folder, "replicas", replicas=2, accumulate=2),
     "plain": together(folder, "plain", replicas=2, shard=False, anchor=0.5),
-    "anchored": together(folder, "anchored", anchor=0.5),
 }
-found["one"] = train(folder, "one")  # last: a process that has trained has threads, and forks no more
+found["one"] = train(folder, "one", anchor=0.5)  # last: a process that has trained has threads, and forks no more
 found["one accumulated"] = train(folder, "accumulated", accumulate=2)
-found["one anchored"] = train(folder, "one_anchored", anchor=0.5)
 print(json.dumps(found))
 """
 
@@ -117,7 +115,7 @@ def found(folder):
 
 @pytest.mark.parametrize(
     ("several", "one"),
-    [("sharded", "one"), ("replicas", "one accumulated"), ("plain", "one anchored"), ("anchored", "one anchored")],
+    [("sharded", "one"), ("replicas", "one accumulated"), ("plain", "one")],
 )
 def test_two_processes_learn_what_one_does(found, several, one):
     assert found[several]["losses"] == pytest.approx(found[one]["losses"], rel=1e-4)
@@ -145,4 +143,5 @@ def test_one_process_gathers_the_shards(found, folder):
     block = torch.nn.Sequential(torch.nn.Linear(8, 13), torch.nn.Tanh(), torch.nn.Linear(13, 8))
     restore_block(block, state)
     assert state_digest(block) == found["sharded"]["state_digest"]
-    assert [each.name for each in (folder / "sharded").iterdir()] == [newest(folder / "sharded").name]
+    left = {each.name for each in (folder / "sharded").iterdir()}
+    assert left == {newest(folder / "sharded").name, "checkpoint.json"}
