@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zgstore.errors import Invalid
-from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
+from zgstore.format.digest import Digest, digest_of
 from zgstore.format.tensorfile import as_bytes, dtype_name
 
 ID: Final = "id"
@@ -347,8 +347,3 @@ def batch_digest(batch: Batch, *, ids: bool = False) -> Digest:
 def join(digests: Sequence[Digest]) -> bytes:
     """Digests as `SampleBatch.digests` and the row pages hold them: 32 bytes each."""
     return b"".join(digest.raw for digest in digests)
-
-
-def split(joined: bytes) -> list[Digest]:
-    """The digests of `join`."""
-    return [Digest(joined[at : at + DIGEST_BYTES]) for at in range(0, len(joined), DIGEST_BYTES)]

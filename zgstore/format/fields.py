@@ -28,9 +28,13 @@ def nth_digest(packed: bytes, index: int) -> Digest:
     return Digest(packed[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)])
 
 
-def all_digests(packed: bytes) -> Iterator[Digest]:
+def raw_digests(packed: bytes) -> Iterator[bytes]:
     for at in range(0, len(packed), DIGEST_BYTES):
-        yield Digest(packed[at : at + DIGEST_BYTES])
+        yield packed[at : at + DIGEST_BYTES]
+
+
+def all_digests(packed: bytes) -> Iterator[Digest]:
+    return map(Digest, raw_digests(packed))
 
 
 def broken(what: str, why: str) -> Corrupt:

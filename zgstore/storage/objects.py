@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from zgstore.errors import Corrupt, Missing
 from zgstore.format import canonical
-from zgstore.format.digest import DIGEST_BYTES, Digest, Hasher, digest_of
+from zgstore.format.digest import Digest, Hasher, digest_of
+from zgstore.format.fields import raw_digests
 from zgstore.storage.drafts import Draft
 from zgstore.storage.files import (
     Stat,
@@ -128,8 +129,7 @@ class Objects(Trash):
             if len(raws) >= 1024 and len(names_in(folder, "00")) * len(PREFIXES) < 8 * len(raws):
                 there: set[bytes] = set()
                 for prefix in PREFIXES:
-                    packed = packed_names_in(folder, prefix, family)
-                    there.update(packed[at : at + DIGEST_BYTES] for at in range(0, len(packed), DIGEST_BYTES))
+                    there.update(raw_digests(packed_names_in(folder, prefix, family)))
                 return [raw for raw in raws if raw not in there]
         found = self.stats(map(Digest, raws), family)
         return [raw for raw, each in zip(raws, found, strict=True) if each is None]
@@ -206,8 +206,7 @@ class Objects(Trash):
     def names(self, family: str) -> Iterator[bytes]:
         """Raw digests of what is there, by listing alone; names that are none are left to ``foreign``."""
         for packed in packed_names(self.root, family):
-            for at in range(0, len(packed), DIGEST_BYTES):
-                yield packed[at : at + DIGEST_BYTES]
+            yield from raw_digests(packed)
 
     def packed_names(self, family: str) -> Iterator[bytes]:
         """The same joined, folder by folder: a million names take half a second."""

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from zgstore.errors import Invalid, Missing, ZgError
-from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
-from zgstore.format.fields import all_digests
+from zgstore.format.digest import Digest, digest_of
+from zgstore.format.fields import all_digests, raw_digests
 from zgstore.format.manifest import Record, Snapshot
 from zgstore.format.pages import Blob
 from zgstore.storage import partials
@@ -259,7 +259,7 @@ class Session:
         blobs = dict.fromkeys(constant.blob.raw for constant in snapshot.constants)
         for leaf in self.store.leaves(snapshot):
             for packed in (leaf.blobs[place] for place in places):
-                blobs.update((packed[at : at + DIGEST_BYTES], None) for at in range(0, len(packed), DIGEST_BYTES))
+                blobs.update(dict.fromkeys(raw_digests(packed)))
         return {"objects": list(blobs), "meta": [page.raw for page in dict.fromkeys(pages + below)]}
 
     def _require_pages(self, pages: Sequence[Digest]) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from zgstore.errors import Corrupt, Missing, NotFound
 from zgstore.format import canonical
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
-from zgstore.format.fields import all_digests
+from zgstore.format.fields import all_digests, raw_digests
 from zgstore.format.manifest import Snapshot
 from zgstore.format.pages import LeafPage, RootPage, RowsRoot
 from zgstore.storage.refs import LogEntry, Ref
@@ -231,7 +231,7 @@ class Reach:
     def has(self, joined: bytes, family: str) -> NDArray[np.bool_]:
         """Whether each of ``joined`` (raw digests of one family) was reached."""
         if family == "meta":
-            reached = np.fromiter((raw in self.meta for raw in each_digest(joined)), bool, len(joined) // DIGEST_BYTES)
+            reached = np.fromiter((raw in self.meta for raw in raw_digests(joined)), bool, len(joined) // DIGEST_BYTES)
         else:
             reached = self._found(joined) >= 0
         return reached | self._beyond.has(joined, family) if self._beyond is not None else reached
@@ -354,11 +354,6 @@ def missing_meta(digest: Digest, kind: str) -> Missing:
         hint="run `zgstore verify` to see what it hurts and what mends it",
         object=str(digest),
     )
-
-
-def each_digest(joined: bytes) -> Iterator[bytes]:
-    for at in range(0, len(joined), DIGEST_BYTES):
-        yield joined[at : at + DIGEST_BYTES]
 
 
 def place_in(joined: bytes, digest: Digest) -> int | None:

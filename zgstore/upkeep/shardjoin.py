@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zgstore.format.digest import DIGEST_BYTES
-from zgstore.format.fields import all_digests, all_u64
+from zgstore.format.fields import all_digests, all_u64, raw_digests
 from zgstore.format.manifest import Snapshot
 from zgstore.format.pages import RootPage
 from zgstore.storage.store import Store
@@ -110,16 +110,12 @@ def _shared_leaves(a: Snapshot, b: Snapshot, root_a: RootPage, root_b: RootPage)
     """Leaves that both name; they mean the same shards only where both list the same columns in one order."""
     if [column.name for column in a.columns] != [column.name for column in b.columns]:
         return frozenset()
-    return frozenset(_leaves(root_a)) & frozenset(_leaves(root_b))
-
-
-def _leaves(root: RootPage) -> list[bytes]:
-    return [root.leaves[at : at + DIGEST_BYTES] for at in range(0, len(root.leaves), DIGEST_BYTES)]
+    return frozenset(raw_digests(root_a.leaves)) & frozenset(raw_digests(root_b.leaves))
 
 
 def _sums(root: RootPage, leaves: frozenset[bytes]) -> tuple[int, int]:
     """Shards and bytes of the leaves, as their root says."""
-    counted = np.array([leaf in leaves for leaf in _leaves(root)], dtype=bool)
+    counted = np.array([leaf in leaves for leaf in raw_digests(root.leaves)], dtype=bool)
     shards = np.array(all_u64(root.shards), dtype=np.uint64)[counted]
     sizes = [np.frombuffer(column, "<u8")[counted].sum() for column in root.column_bytes]
     return int(shards.sum()), sum(int(size) for size in sizes)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zgstore.format.blobheader import TensorSpec
 from zgstore.format.digest import DIGEST_BYTES, Digest
-from zgstore.format.fields import all_digests
+from zgstore.format.fields import all_digests, raw_digests
 from zgstore.format.manifest import Column, Snapshot
 from zgstore.format.pages import Dropped, RowsPage
 from zgstore.format.readplan import ColumnPlan, ReadPlan
@@ -166,13 +166,9 @@ def _aligned(a: _Side, b: _Side) -> tuple[Positions, Positions]:
 def _joined(a: bytes, b: bytes) -> tuple[Positions, Positions]:
     """Where equal row digests stand; the n-th of several equal ones meets the n-th."""
     waiting: defaultdict[bytes, deque[int]] = defaultdict(deque)
-    for at in range(0, len(b), DIGEST_BYTES):
-        waiting[b[at : at + DIGEST_BYTES]].append(at // DIGEST_BYTES)
-    pairs = []
-    for at in range(0, len(a), DIGEST_BYTES):
-        queue = waiting.get(a[at : at + DIGEST_BYTES])
-        if queue:
-            pairs.append((at // DIGEST_BYTES, queue.popleft()))
+    for at, row in enumerate(raw_digests(b)):
+        waiting[row].append(at)
+    pairs = [(at, queue.popleft()) for at, row in enumerate(raw_digests(a)) if (queue := waiting.get(row))]
     joined = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     return joined[:, 0], joined[:, 1]
 
