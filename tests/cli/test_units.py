@@ -26,7 +26,7 @@ def test_what_is_no_duration_is_refused(text):
 def test_a_part_counts_from_where_it_says():
     assert units.parse_part("3/20", first=1) == (3, 20)
     assert units.parse_part("0/2", first=0) == (0, 2)
-    for text, first in (("0/4", 1), ("5/4", 1), ("4/4", 0), ("1", 1), ("a/b", 0)):
+    for text, first in (("0/4", 1), ("5/4", 1), ("1/0", 1), ("", 1), ("4/4", 0), ("1", 1), ("a/b", 0)):
         with pytest.raises(Invalid, match="no part of a whole"):
             units.parse_part(text, first=first)
 

@@ -12,7 +12,7 @@ from zgstore.building import lockfile
 from zgstore.cli.arguments import Revs, complete_recipe
 from zgstore.cli.console import Answer, Block, Facts, Line, summary
 from zgstore.cli.session import Session, session_of
-from zgstore.cli.units import duration_text, listing, plural, short
+from zgstore.cli.units import duration_text, listing, parse_part, plural, short
 from zgstore.errors import Corrupt, Invalid, Missing, NotFound, Refused, ZgError
 from zgstore.format.digest import Digest
 from zgstore.storage.store import Store
@@ -55,7 +55,7 @@ def verify(
     _see_sense(quick=quick, new=new, recompute=recompute, recipe=recipe, repair=repair, source=source)
     session = session_of(ctx)
     named = [*(revs or ()), *(_locked() if locked else ())]
-    found = look(session, named or None, quick=quick, part=None if part is None else verifier.parse_part(part), new=new)
+    found = look(session, named or None, quick=quick, part=None if part is None else parse_part(part, first=1), new=new)
     value, problems = found.as_json(), found.problems
     if repair and problems:
         value["repair"], problems = _repaired(session, problems, recipe, source)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,11 +28,10 @@ from zgstore.storage.objects import Stat
 from zgstore.storage.store import Store
 from zgstore.upkeep.survey import Fault, Problem, Survey, Verified, Wanted
 
-__all__ = ["Problem", "Verification", "VerifyReport", "failure", "parse_part", "verify"]
+__all__ = ["Problem", "Verification", "VerifyReport", "failure", "verify"]
 
 THREADS: Final = 2  # two saturate memory on two cores, and no common disk feeds more
 CHUNK: Final = 1000
-_PART = re.compile(r"(\d{1,6})/(\d{1,6})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +73,6 @@ def failure(problems: Sequence[Problem]) -> ZgError | None:
     message = "the store is not sound: " + ", ".join(f"{count} {kind}" for kind, count in counts.items())
     hint = problems[0].hint if len(problems) == 1 else "each problem names what mends it"
     return Missing(message, hint=hint) if counts.keys() == {"missing"} else Corrupt(message, hint=hint)
-
-
-def parse_part(text: str) -> tuple[int, int]:
-    """``I/N``, counting from 1.
-
-    Raises:
-        Invalid: if it is not 1 ≤ I ≤ N.
-    """
-    match = _PART.fullmatch(text.strip())
-    part = (int(match[1]), int(match[2])) if match else (0, 0)
-    return _checked(part, text)
-
-
-def _checked(part: tuple[int, int], text: str) -> tuple[int, int]:
-    if not 1 <= part[0] <= part[1]:
-        raise Invalid(f"{text!r} is no part", hint="give I/N, counting from 1: the third twentieth is 3/20")
-    return part
 
 
 class _Outcome(NamedTuple):
@@ -364,7 +345,7 @@ def verify(
     Raises:
         NotFound, Invalid: if a REV names nothing, or the part makes no sense.
     """
-    if part is not None:
-        _checked(part, f"{part[0]}/{part[1]}")
+    if part is not None and not 1 <= part[0] <= part[1]:
+        raise Invalid(f"{part} is no part", hint="give (I, N), counting from 1: the third twentieth is (3, 20)")
     survey = Survey(store, revs)
     return Verification(survey, quick=quick, part=part, new=new, threads=threads, progress=progress)
