@@ -237,7 +237,7 @@ def _carry_blobs(store: Store, session: Session, plan: CopyPlan, progress: Calla
                     if not hit:
                         if len(running) >= 2 * THREADS:
                             running = _collect(running, carried)
-                        running.add(pool.submit(_carry, store, session, blob, progress))
+                        running.add(pool.submit(carry, store, session, blob, progress))
             while running:
                 running = _collect(running, carried)
         except BaseException:
@@ -253,21 +253,24 @@ def _collect(running: set[Future[Blob]], carried: set[Blob]) -> set[Future[Blob]
     return left
 
 
-def _carry(store: Store, session: Session, blob: Blob, progress: Callable[[int], None] | None) -> Blob:
-    """One blob: read, written, hashed as written; kept only if it is what its name says."""
-    source = store.objects.open(blob.digest, "objects")
-    draft = session.draft(size_hint=blob.size)
-    try:
-        with os.fdopen(source, "rb", buffering=0) as file:
+def carry(store: Store, session: Session, blob: Blob, progress: Callable[[int], None] | None = None) -> Blob:
+    """One blob: read, written, hashed as written; kept only if it is what its name says.
+
+    Raises:
+        Missing, Corrupt: if it is not there, or not what its name says: nothing of it is kept.
+    """
+    with os.fdopen(store.objects.open(blob.digest, "objects"), "rb", buffering=0) as file:
+        draft = session.draft(size_hint=blob.size)
+        try:
             piece = memoryview(bytearray(PIECE_BYTES))
             while count := file.readinto(piece):
                 draft.write(piece[:count])
                 if progress is not None:
                     progress(count)
-        _check(store, blob, draft.finish())
-    except BaseException:
-        draft.discard()
-        raise
+            _check(store, blob, draft.finish())
+        except BaseException:
+            draft.discard()
+            raise
     return session.keep(draft)
 
 
@@ -276,7 +279,7 @@ def _check(store: Store, blob: Blob, found: Blob) -> None:
         return
     raise Corrupt(
         f"blob {blob.digest.short} of {store.path} is not what its name says",
-        hint=f"run `zgstore --store {store.path} verify --repair --recipe RECIPE`, then copy again",
+        hint=f"run `zgstore --store {store.path} verify --repair --recipe RECIPE`, then run this again",
         object=str(blob.digest),
         expected=str(blob.digest),
         actual=str(found.digest),

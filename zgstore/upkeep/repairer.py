@@ -6,12 +6,11 @@ platform, another teacher) is left, and it is said why.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from zgstore.building.builder import build
 from zgstore.building.execution import Captured, Run, Task, run_tasks
@@ -20,12 +19,11 @@ from zgstore.building.recipe import Recipe, load_recipe
 from zgstore.errors import Corrupt, Invalid, Missing, ZgError
 from zgstore.format.digest import Digest
 from zgstore.format.manifest import Snapshot
-from zgstore.format.pages import Shard
+from zgstore.format.pages import Blob, Shard
 from zgstore.storage.store import Session, Store
+from zgstore.upkeep.copier import carry
 from zgstore.upkeep.recomputer import pins_that_differ, place_of, platform_text
 from zgstore.upkeep.survey import Problem
-
-PIECE_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,23 +213,10 @@ def _copy_meta(work: _Work, source: Store, digest: Digest) -> None:
 
 
 def _copy_blob(work: _Work, source: Store, digest: Digest) -> None:
-    handle = source.objects.open(digest, "objects")
-    with os.fdopen(handle, "rb", buffering=0) as file:
-        draft = work.session.draft(size_hint=os.fstat(handle).st_size)
-        try:
-            while piece := file.read(PIECE_BYTES):
-                draft.write(piece)
-            found = draft.finish()
-        except BaseException:
-            draft.discard()
-            raise
-    if found.digest != digest:
-        draft.discard()
-        raise Corrupt(
-            "its copy is corrupt too", hint="run `zgstore verify` on that store", object=str(digest),
-            expected=str(digest), actual=str(found.digest),
-        )  # fmt: skip
-    work.session.keep(draft)
+    found = source.objects.stat(digest, "objects")
+    if found is None:
+        raise source.objects.missing(digest, "objects")
+    carry(source, work.session, Blob(digest, found.size))
 
 
 # ---- from the recipe ----
