@@ -11,9 +11,9 @@ import typer
 from zgstore.cli.console import Answer, Block, Facts, Line
 from zgstore.cli.session import STORE_FOLDER, session_of
 from zgstore.errors import Invalid
+from zgstore.storage.config import POLICIES
 from zgstore.storage.store import Store
 
-POLICIES: Final = ("private", "group", "world-read")
 EXAMPLES: Final = {"chat": ("chat.toml", "chat.jsonl")}
 
 
