@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zgstore.building.capture import Point
 from zgstore.building.capture import points as points_of
-from zgstore.building.execution import TeacherSource, columns_beside, first_sample, trajectory_of
+from zgstore.building.execution import TeacherSource, columns_beside, first_sample, outline_of
 from zgstore.building.inputs import is_ragged
 from zgstore.building.planner import BuildPlan, Wanted, columns_of
 from zgstore.building.preparation import Options, Prepared, look, prepare
@@ -193,7 +193,7 @@ def _by_loading(store: Store, prepared: Prepared, options: Options) -> tuple[Pre
     if source.extractor is not None and not again.plan.columns and source.identity is not None:
         columns = columns_of(
             source.recipe, prepared.inputs, source.identity, extractor=source.extractor,
-            trajectory=trajectory_of(sample),
+            outline=outline_of(sample),
         )  # fmt: skip
         found: tuple[tuple[Found | None, ...], ...] = tuple((None,) * len(again.plan.shards) for _ in columns)
         again = replace(again, plan=replace(again.plan, columns=columns, found=found))

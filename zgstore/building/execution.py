@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zgstore.building.capture import Capture, Capturer, Extraction, Pool
 from zgstore.building.identity import TeacherMemo, ambient, extractor_pin, known_teacher, measure_teacher, teacher_memo
 from zgstore.building.inputs import START, Inputs, Replay, context_tensor
-from zgstore.building.planner import ShardInputs, TeacherIdentity, Trajectory, Wanted
+from zgstore.building.planner import Outline, ShardInputs, TeacherIdentity, Wanted
 from zgstore.building.recipe import Recipe
 from zgstore.building.rows import ID, Batch, SampleBatch, lengths_of
 from zgstore.building.shards import Background, ShardDraft, weight_of
@@ -425,7 +425,7 @@ def first_sample(source: TeacherSource, inputs: Inputs, *, limit: int | None) ->
         return capturer(batch, first=0).wait()
 
 
-def trajectory_of(sample: SampleBatch) -> Trajectory:
+def outline_of(sample: SampleBatch) -> Outline:
     """The names and roles in an extractor's sample batch, in the snapshot's order, and its constants."""
     columns: list[tuple[str, str, int | None]] = [(name, "boundary", at) for at, name in enumerate(sample.columns)]
     columns += [(name, "output", None) for name in sample.outputs]
@@ -434,4 +434,4 @@ def trajectory_of(sample: SampleBatch) -> Trajectory:
         columns.append((ID, "context", None))
     if sample.starts is not None and "position_ids" not in sample.context:
         columns.append((START, "context", None))
-    return Trajectory(tuple(columns), tuple(name for name in sample.constants))
+    return Outline(tuple(columns), tuple(name for name in sample.constants))

@@ -47,8 +47,8 @@ class TeacherIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class Trajectory:
-    """What an extractor gives, as its first batch showed it.
+class Outline:
+    """The names of what an extractor gives, as its first batch showed them.
 
     Args:
         columns: (name, role, depth) in the snapshot's order.
@@ -213,7 +213,7 @@ def ragged_pin(recipe: Recipe) -> dict[str, Any] | None:
 
 def columns_of(
     recipe: Recipe, inputs: Inputs, teacher: TeacherIdentity, *, extractor: Mapping[str, Any] | None = None,
-    trajectory: Trajectory | None = None,
+    outline: Outline | None = None,
 ) -> tuple[Wanted, ...]:  # fmt: skip
     """The columns in the snapshot's order: boundaries by depth, outputs, context, ``id`` and ``start``.
 
@@ -222,7 +222,7 @@ def columns_of(
         inputs: For the context columns.
         teacher: Who answers.
         extractor: The extractor's pin; None for hook points.
-        trajectory: What the extractor gives.
+        outline: What the extractor gives.
     """
     capture = recipe.capture
     by_teacher = {"teacher": teacher.measured, "sources": teacher.sources, "arithmetic": teacher.arithmetic}
@@ -230,7 +230,7 @@ def columns_of(
         listed: list[tuple[str, str, int | None]] = [(n, "boundary", at) for at, n in enumerate(capture.boundaries)]
         listed += [(name, "output", None) for name in capture.outputs]
     else:
-        listed = list(trajectory.columns) if trajectory else []
+        listed = list(outline.columns) if outline else []
     result: list[Wanted] = []
     for name, role, depth in listed:
         stored = recipe.storage.of(name)

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from zgstore.building.execution import Task, TeacherSource, first_sample, trajectory_of
+from zgstore.building.execution import Task, TeacherSource, first_sample, outline_of
 from zgstore.building.identity import DataMemo, data_memo
 from zgstore.building.inputs import Inputs, read_inputs
 from zgstore.building.planner import (
     ANY_PLATFORM,
     BuildPlan,
+    Outline,
     ShardInputs,
     TeacherIdentity,
-    Trajectory,
     capture_pin,
     columns_of,
     left_out_key,
@@ -162,7 +162,7 @@ def look(
         constants = keep_constants(session, inputs.constants)
     columns = columns_of(
         recipe, inputs, identity, extractor=source.extractor,
-        trajectory=_as_trajectory(trajectory[1]) if trajectory else None,
+        outline=_as_outline(trajectory[1]) if trajectory else None,
     )  # fmt: skip
     plan = make_plan(store, pins, columns, shards, identity.platform)
     plan = _only_present(store, plan, session, source)
@@ -196,19 +196,19 @@ def _trajectory(
     lacking = [name for name in capture.constants if name not in sample.constants]
     if lacking:
         raise Invalid(f"the trajectory has no constant {lacking[0]!r}", hint="give it, or take it off the recipe")
-    trajectory = trajectory_of(sample)
+    outline = outline_of(sample)
     constants = keep_constants(session, sample.constants)
     value = {
         "kind": "trajectory",
-        "columns": [list(each) for each in trajectory.columns],
+        "columns": [list(each) for each in outline.columns],
         "constants": [constant.as_value() for constant in constants],
     }
     return (key, value), constants
 
 
-def _as_trajectory(value: Mapping[str, Any]) -> Trajectory:
+def _as_outline(value: Mapping[str, Any]) -> Outline:
     columns = tuple((name, role, depth) for name, role, depth in value["columns"])
-    return Trajectory(columns, tuple(each["name"] for each in value["constants"]))
+    return Outline(columns, tuple(each["name"] for each in value["constants"]))
 
 
 def _only_present(store: Store, plan: BuildPlan, session: Session | None, source: TeacherSource) -> BuildPlan:
