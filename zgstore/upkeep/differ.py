@@ -14,7 +14,7 @@ from zgstore.storage.store import Store
 from zgstore.upkeep.shardjoin import join
 
 if TYPE_CHECKING:  # it loads torch
-    from zgstore.upkeep.valuediff import ValueDiff
+    from zgstore.upkeep.distances import ValueDiff
 
 NO_RECORD: Final = "no record says where they were made"
 

@@ -11,7 +11,7 @@ import mmap
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -27,42 +27,12 @@ from zgstore.format.tensorfile import TORCH_OF, as_tensor, int8_decode
 from zgstore.reading.blobs import Blobs, OpenBlob
 from zgstore.storage import partials
 from zgstore.storage.store import Store
+from zgstore.upkeep.distances import Piece, Sums, ValueDiff
 
 # Elements worked on at once, or one row: their temporaries, in fp64, are what memory is bounded by, and fit a cache.
 PIECE_ELEMENTS: Final = 1 << 18
 
 Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
-
-
-@dataclass(frozen=True, slots=True)
-class ValueDiff:
-    """How far one column of b is from the same column of a, over the rows that both have.
-
-    Args:
-        rows: Rows compared.
-        unlike: Aligned rows of unequal shape, left out of the numbers.
-        max_abs: Largest abs(a − b).
-        mean_abs: Mean of abs(a − b) over all elements.
-        rel_l2: ‖a − b‖ / ‖a‖ over all elements.
-        cos_min: Smallest cosine of a row's values, flattened.
-        cos_mean: Mean of the rows' cosines.
-        first_row: First row that differs, as a reader of a counts; None where none does.
-    """
-
-    rows: int
-    unlike: int
-    max_abs: float
-    mean_abs: float
-    rel_l2: float
-    cos_min: float
-    cos_mean: float
-    first_row: int | None
-
-    def as_json(self) -> dict[str, Any]:
-        numbers = {name: getattr(self, name) for name in ("max_abs", "mean_abs", "rel_l2", "cos_min", "cos_mean")}
-        # JSON has no infinity: what is not finite is null.
-        finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
-        return {**finite, "first_row": self.first_row, "rows": self.rows, "unlike": self.unlike}
 
 
 def compare(
@@ -206,7 +176,7 @@ def _runs(starts_a: Positions, starts_b: Positions, rows_a: Positions, rows_b: P
 def _compare_column(left: _Column, right: _Column, rows_a: Positions, rows_b: Positions) -> ValueDiff:
     runs = list(_runs(left.side.starts, right.side.starts, rows_a, rows_b))
     same = [left.plans[run.shard_a].name == right.plans[run.shard_b].name and run.row_a == run.row_b for run in runs]
-    sums = _Sums()
+    sums = Sums()
     if all(same):
         # One blob cannot differ from itself: nothing is read.
         sums.add_equal_rows(len(rows_a))
@@ -227,113 +197,6 @@ def _compare_column(left: _Column, right: _Column, rows_a: Positions, rows_b: Po
                 position = int(left.side.starts[run.shard_a]) + run.row_a + at + differs
                 first = left.side.seen_as(position)
     return sums.result(first)
-
-
-class _Piece(NamedTuple):
-    """Consecutive rows: their tokens flattened ``[N, E]``, and each row's number of tokens ``[rows]``."""
-
-    values: Tensor
-    lengths: Tensor
-
-
-class _Sums:
-    """What the numbers are made of, in fp64."""
-
-    def __init__(self) -> None:
-        self.rows = self.unlike = self.elements = 0
-        self.largest = self.absolute = self.squares = self.reference = 0.0
-        self.cosines, self.cosine_min = 0.0, 1.0
-
-    def add_equal_rows(self, rows: int) -> None:
-        self.rows += rows
-        self.cosines += rows
-
-    def add_equal(self, piece: _Piece) -> None:
-        x = _finite(piece.values.to(torch.float64))
-        self.add_equal_rows(len(piece.lengths))
-        self.elements += x.numel()
-        self.reference += float(torch.linalg.vecdot(x, x).sum())
-
-    def add(self, left: _Piece, right: _Piece) -> int | None:
-        """Add aligned rows; the first that differs, counted within the piece."""
-        if not torch.equal(left.lengths, right.lengths):
-            return self._add_unlike(left, right)
-        x, y = left.values.to(torch.float64), right.values.to(torch.float64)
-        distance = (x - y).abs_()
-        total = float(distance.sum())
-        if not math.isfinite(total):
-            equal = (x == y) | (x.isnan() & y.isnan())
-            distance = torch.where(equal, 0.0, distance.nan_to_num(nan=math.inf, posinf=math.inf))
-            total = float(distance.sum())
-            x, y = _finite(x), _finite(y)
-        unequal = distance.amax(1) if distance.shape[1] else torch.zeros(len(distance), dtype=torch.float64)
-        if left.values.dtype == right.values.dtype and not left.values.is_floating_point():
-            # fp64 cannot tell large integers apart.
-            unequal = torch.maximum(unequal, (left.values != right.values).any(1).to(torch.float64))
-        self.rows += len(left.lengths)
-        self.elements += distance.numel()
-        self.absolute += total
-        self.squares += float(torch.linalg.vecdot(distance, distance).sum())
-        if distance.numel():
-            self.largest = max(self.largest, float(distance.max()))
-        changed = _by_row((unequal > 0).to(torch.float64), left.lengths) > 0
-        self._add_cosines(x, y, left.lengths, changed)
-        where = torch.nonzero(changed)
-        return int(where[0]) if len(where) else None
-
-    def _add_cosines(self, x: Tensor, y: Tensor, lengths: Tensor, changed: Tensor) -> None:
-        dots, xx, yy = (_by_row(torch.linalg.vecdot(u, v), lengths) for u, v in ((x, y), (x, x), (y, y)))
-        self.reference += float(xx.sum())
-        cosines = (dots / (xx * yy).sqrt()).nan_to_num(nan=0.0).clamp(-1.0, 1.0)
-        cosines[~changed] = 1.0
-        if len(cosines):
-            self.cosines += float(cosines.sum())
-            self.cosine_min = min(self.cosine_min, float(cosines.min()))
-
-    def _add_unlike(self, left: _Piece, right: _Piece) -> int | None:
-        """Rows of unequal lengths have no numbers; the others of the piece, one by one, do."""
-        first = None
-        ends = [torch.cumsum(piece.lengths, 0) for piece in (left, right)]
-        for row in range(len(left.lengths)):
-            pair = [
-                _Piece(piece.values[int(end[row] - piece.lengths[row]) : int(end[row])], piece.lengths[row : row + 1])
-                for piece, end in zip((left, right), ends, strict=True)
-            ]
-            if torch.equal(pair[0].lengths, pair[1].lengths):
-                differs = self.add(*pair) is not None
-            else:
-                self.unlike += 1
-                differs = True
-            if differs and first is None:
-                first = row
-        return first
-
-    def result(self, first: int | None) -> ValueDiff:
-        relative = 0.0
-        if self.squares:
-            relative = math.sqrt(self.squares / self.reference) if self.reference else math.inf
-        return ValueDiff(
-            rows=self.rows,
-            unlike=self.unlike,
-            max_abs=self.largest,
-            mean_abs=self.absolute / self.elements if self.elements else 0.0,
-            rel_l2=relative,
-            cos_min=self.cosine_min,
-            cos_mean=min(1.0, self.cosines / self.rows) if self.rows else 1.0,
-            first_row=first,
-        )
-
-
-def _finite(x: Tensor) -> Tensor:
-    return x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _by_row(of_tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Sums over each row's tokens."""
-    if len(of_tokens) == len(lengths) and bool((lengths == 1).all()):
-        return of_tokens
-    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, rows, of_tokens)
 
 
 class _Column:
@@ -386,7 +249,7 @@ class _Mapped:
         for at in range(0, rows, step):
             yield at, min(step, rows - at)
 
-    def rows(self, row: int, count: int) -> _Piece:
+    def rows(self, row: int, count: int) -> Piece:
         """``count`` rows from ``row``."""
         begin, end = self._token(row), self._token(row + count)
         values = self._data[begin:end]
@@ -396,4 +259,4 @@ class _Mapped:
             lengths = torch.ones(count, dtype=torch.int64)
         else:
             lengths = torch.diff(self._offsets[row : row + count + 1])
-        return _Piece(values.reshape(end - begin, math.prod(values.shape[1:])), lengths)
+        return Piece(values.reshape(end - begin, math.prod(values.shape[1:])), lengths)
