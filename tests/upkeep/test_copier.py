@@ -138,6 +138,11 @@ def test_a_part_takes_the_bytes_that_are_there(source, target):
     here = sum(file.stat().st_size for file in (target.path / "objects").glob("??/*"))
     assert usage(target).total_bytes == here < usage(source).total_bytes
     assert [share.bytes for share in usage(target).snapshots] == [here]
+    counted = verify(target)
+    assert list(counted) == []
+    assert counted.report.objects == len(
+        [*(target.path / "objects").glob("??/*"), *(target.path / "meta").glob("??/*")]
+    )
 
 
 def test_parts_add_up_and_the_whole_is_no_part(source, target):

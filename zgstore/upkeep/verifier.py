@@ -259,7 +259,8 @@ class Verification:
     def _examine(self, wanted: Wanted, path: Path, *, hashes: bool, vouched: Stat | None) -> _Outcome:
         stat = self._store.objects.stat(wanted.digest, "objects")
         if stat is None:
-            return _Outcome(self._absent(wanted, path))
+            fault = self._absent(wanted, path)
+            return _Outcome(fault, skipped=fault is None)  # a part has not all of its snapshot's blobs
         if vouched is not None and stat == vouched and stat.size == wanted.size:
             return _Outcome(None, skipped=True)
         before = None
