@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import zgstore
 
-CACHED, FOLLOWING, LIVE = "cached", "following", "live"
+CACHED, FOLLOWING, LIVE, RELAY = "cached", "following", "live", "relay"
 IGNORED_LABEL: Final = -100
 _LOOK_SECONDS: Final = 0.1
 
@@ -67,7 +67,7 @@ class Source:
     """Batches by row numbers; close it, or use it as a context.
 
     Args:
-        kind: ``cached``, ``following`` or ``live``.
+        kind: ``cached``, ``following``, ``live``, or ``relay`` of the student's own states.
         reader: What orders the rows, and reads whatever is not given.
         source: Column of boundary b.
         target: Column of boundary b + 1.
@@ -75,6 +75,7 @@ class Source:
         teacher: The loaded teacher of live targets.
         pins: Digest of the snapshot's, or the growing build's, pins; empty where nothing says.
         close_: What else is to be closed.
+        beside: Readers that given columns are read from: counted and closed with it.
     """
 
     kind: str
@@ -86,6 +87,7 @@ class Source:
     pins: str = ""
     close_: Callable[[], None] = lambda: None
     constants: Mapping[str, Tensor] = field(default_factory=dict)
+    beside: tuple[zgstore.Reader, ...] = ()
 
     def __post_init__(self) -> None:
         self.constants = dict(self.reader.constants)
@@ -99,7 +101,8 @@ class Source:
     def close(self) -> None:
         """Close the reader and, of live targets, let the teacher go."""
         self.close_()
-        self.reader.close()
+        for reader in (*self.beside, self.reader):
+            reader.close()
 
     @property
     def snapshot(self) -> str:
@@ -109,7 +112,7 @@ class Source:
     @property
     def bytes_read(self) -> int:
         """Bytes of rows that this process read, ahead of the training too."""
-        return self.reader.bytes_read
+        return sum(reader.bytes_read for reader in (self.reader, *self.beside))
 
     def batch(self, rows: Rows) -> Batch:
         """The rows, in that order.

@@ -14,7 +14,7 @@ from zgstore.errors import Corrupt, Invalid, Missing, NoSpace, NotFound
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_prefix
 from zgstore.format.fields import all_digests
 from zgstore.format.manifest import Record, Snapshot
-from zgstore.format.pages import Dropped, LeafPage, RootPage, RowsRoot, Shard
+from zgstore.format.pages import Dropped, LeafPage, RootPage, RowsPage, RowsRoot, Shard
 from zgstore.format.readplan import ReadPlan
 from zgstore.storage import plans
 from zgstore.storage.builds import Build
@@ -274,6 +274,12 @@ class Store:
         """The row pages of the stream that it was made over; None where the pins name none. Raises Missing, Corrupt."""
         digest = self.rows_root_of(snapshot)
         return None if digest is None else RowsRoot.decode(self.objects.read_meta(digest, "page"))
+
+    def row_digests(self, snapshot: Snapshot) -> bytes:
+        """Its rows' digests joined, 32 bytes each, in the data's order; empty where the pins name none."""
+        root = self.rows_root(snapshot)
+        pages = () if root is None else all_digests(root.pages)
+        return b"".join(RowsPage.decode(self.objects.read_meta(page, "page")).digests for page in pages)
 
     def record_of(self, snapshot: Digest) -> Record | None:
         """The newest record about a snapshot: named by a reflog entry, else found among the metadata; None if none.
