@@ -334,7 +334,11 @@ class _Build:
         locked = compare(self.store, self.lock, assembled, recipe) if self.lock else None
         # A build that was to reproduce a locked snapshot and did not moves no ref.
         ref = self.options.ref if locked in {None, "same"} else None
-        circumstance = {**self.options.circumstance, "drop": self.options.on_nonfinite == "drop"}
+        circumstance = {
+            **self.options.circumstance,
+            "drop": self.options.on_nonfinite == "drop",
+            "devices": max(1, len(self.options.devices)),
+        }
 
         def record() -> Record:
             return record_of(

@@ -1,0 +1,109 @@
+"""The page: everything that was measured is on it, nothing is fetched, and a browser shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from pruned import make_pruned, trained
+
+import zgstore
+from zgtrain import load_job
+from zgtrain.evaluator import evaluate
+from zgtrain.plots import Line, plot
+from zgtrain.report import write_report
+
+pytest.importorskip("transformers")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    path = make_pruned(tmp_path_factory.mktemp("pruned"), module="reported_rows")
+    return trained(path), trained(path, source="live", overrides=('output="live"',))
+
+
+@pytest.fixture(scope="module")
+def before(jobs, tmp_path_factory):
+    """The page before anybody evaluated."""
+    return write_report(jobs[0], tmp_path_factory.mktemp("page") / "before.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def page(jobs, before, tmp_path_factory):
+    evaluate(jobs[0], device="cpu")
+    return write_report(jobs[0], tmp_path_factory.mktemp("page") / "report.html", others=jobs[1:])
+
+
+def test_the_page_fetches_nothing(page):
+    text = page.read_text(encoding="utf-8")
+    assert not re.findall(r"https?://|src=|href=|@import|url\(", text)
+    assert "<script" not in text
+
+
+def test_gates_curves_boundaries_economics_and_pins_are_on_it(jobs, page):
+    text = page.read_text(encoding="utf-8")
+    report = json.loads((jobs[0].folder(1) / "report.json").read_text(encoding="utf-8"))
+    for said in (
+        "Gates",
+        "Training",
+        "Boundaries",
+        "Economics",
+        "Greedy generations",
+        "Pins and sizes",
+        "teacher.measured",
+    ):
+        assert said in text
+    for said in (report["snapshot"], report["state_digest"], jobs[0].identity(), "prompt 3", "teacher.measured"):
+        assert said in text
+    assert text.count("<svg") == 6
+    assert text.count("class=pass") + text.count("class=fail") == 11
+    assert "T(16)" in text
+
+
+def test_what_is_not_measured_yet_is_said_and_not_made_up(before):
+    assert "Not evaluated yet" in before
+    assert "no live run is measured" in before
+    assert "Boundaries" not in before
+
+
+def test_a_job_without_a_trained_block_has_no_page(jobs, tmp_path):
+    with pytest.raises(zgstore.NotFound, match="no trained block"):
+        write_report(load_job(jobs[0].path, ['output="nothing"']), tmp_path / "report.html")
+
+
+def test_text_of_a_model_cannot_become_markup(jobs, page, tmp_path):
+    path = jobs[0].output / "evaluation.json"
+    whole = path.read_text(encoding="utf-8")
+    value = json.loads(whole)
+    value["generations"][0]["student"] = "<script>alert(1)</script>"
+    path.write_text(json.dumps(value), encoding="utf-8")
+    text = write_report(jobs[0], tmp_path / "report.html").read_text(encoding="utf-8")
+    path.write_text(whole, encoding="utf-8")
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_a_plot_leaves_out_what_is_no_number():
+    svg = plot([Line("a", [(0, 1.0), (1, float("nan")), (2, None), (3, 4.0)])], x="x", y="y")
+    (points,) = re.findall(r'polyline points="([^"]*)"', svg)
+    assert len(points.split()) == 2
+    assert "nothing measured" in plot([Line("a", [(0, None)])], x="x", y="y")
+    assert "nothing measured" in plot([Line("a", [(0, -1.0)])], x="x", y="y", log_y=True)
+    assert "pays from K = 2" in plot([Line("a", [(1, 5.0), (4, 5.0)])], x="K", y="s", mark=2)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt install chromium)")
+def test_a_browser_shows_it_whole(page, tmp_path):
+    picture = tmp_path / "page.png"
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,1600",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run",
+        f"--user-data-dir={tmp_path}/profile", f"--screenshot={picture}", "--dump-dom", f"file://{page}",
+    ]  # fmt: skip
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert ran.stdout.count("<svg") == 6  # of the document that the browser made of it
+    assert picture.stat().st_size > 20_000

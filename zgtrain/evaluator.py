@@ -1,0 +1,86 @@
+"""The trained blocks of a job assembled and judged; the result lies beside them as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import nn
+
+import zgstore
+from zgtrain.alpha import Call
+from zgtrain.assembler import gather
+from zgtrain.blocks import boundaries_of, write_json
+from zgtrain.gates import finite
+from zgtrain.job import Job
+from zgtrain.journal import FILE_NAME as LOG_NAME
+from zgtrain.journal import read_lines
+from zgtrain.judgement import Evaluation, Progress, judge
+
+FILE_NAME: Final = "evaluation.json"
+
+
+def evaluate(job: Job, *, device: str | None = None, progress: Progress | None = None) -> Evaluation:
+    """Assemble the student of a trained job and judge it; the result also lies in the job's output, as JSON.
+
+    Args:
+        job: All of its blocks are trained.
+        device: Where; default CUDA if there is one.
+        progress: Told what is being done.
+
+    Raises:
+        zgstore.Invalid: if the job does not say what to judge with.
+        zgstore.Refused: if its blocks do not belong together.
+    """
+    needed = {
+        "student.assemble": job.student.assemble, "student.teacher": job.student.teacher,
+        "evaluate.data": job.evaluate.data, "evaluate.prompts": job.evaluate.prompts,
+    }  # fmt: skip
+    for key, target in needed.items():
+        if target is None:
+            raise zgstore.Invalid(
+                f"{job.path.name}: {key} is missing, and no gate may be left out",
+                hint=f'name it: {key.partition(".")[2]} = "module:function" under [{key.partition(".")[0]}]',
+            )
+    say = progress or (lambda _: None)
+    say("assembling")
+    gathered = gather(job)
+    assert job.student.assemble is not None  # all four were seen above
+    assert job.student.teacher is not None
+    assert job.evaluate.data is not None
+    assert job.evaluate.prompts is not None
+    student = job.student.assemble.call(job.student.args, gathered.blocks)
+    interface = None if job.student.interface is None else job.student.interface.call(job.student.args)
+    say("loading the teacher")
+    teacher = job.student.teacher.call(job.student.args)
+    args = job.evaluate.args or job.student.args
+    forward: Call = (lambda block, x, _: block(x)) if job.train.forward is None else job.train.forward.resolve()
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    store = zgstore.Store.open(job.snapshot.store)
+    judged = judge(
+        student=student.to(place).eval(), teacher=teacher.to(place).eval(),
+        blocks=[block.to(place).eval() for block in gathered.blocks], call=forward,
+        interface=None if interface is None else interface.to(place).eval(),
+        boundaries=boundaries_of(job, store), capturer=_capturer(job, teacher, boundaries_of(job, store)),
+        data=job.evaluate.data.call(args), prompts=list(job.evaluate.prompts.call(args)),
+        reports=gathered.reports, losses=_losses_not_finite(job, len(gathered.blocks)),
+        sweep_rows=job.evaluate.sweep_rows, say=say,
+    )  # fmt: skip
+    write_json(job.output / FILE_NAME, judged.as_value())
+    return judged
+
+
+def _capturer(job: Job, teacher: nn.Module, names: Sequence[str]) -> zgstore.capture.Capturer:
+    """What takes the boundaries from the teacher: hooks where they are named after points, else the recipe's way."""
+    if job.snapshot.recipe is not None:
+        spec = zgstore.load_recipe(job.snapshot.recipe).capture
+        if spec.extractor is not None:
+            return zgstore.capture.Extraction(teacher, spec.extractor.resolve(), spec.args)
+    return zgstore.capture.Capture(teacher, names)
+
+
+def _losses_not_finite(job: Job, blocks: int) -> int:
+    """Losses in the blocks' logs that are no numbers; a training stops at its first, so it is one at most a block."""
+    lines = [line for block in range(blocks) for line in read_lines(job.folder(block) / LOG_NAME)]
+    return sum(finite(float(value)) is None for line in lines for name, value in line.items() if name.endswith("loss"))
