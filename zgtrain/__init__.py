@@ -6,10 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zgtrain.assembler import assemble as assemble
     from zgtrain.blockreport import BlockReport as BlockReport
     from zgtrain.blocks import run as run
     from zgtrain.job import Job as Job
     from zgtrain.job import load_job as load_job
+    from zgtrain.launcher import launch as launch
+    from zgtrain.launcher import plan as plan
+    from zgtrain.progress import status as status
+    from zgtrain.relaying import relay as relay
     from zgtrain.trainer import train_block as train_block
 
 # Public name → the module that has it. Loaded when first asked for, so that a command that reads no tensor loads no
@@ -17,8 +22,13 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "BlockReport": "blockreport",
     "Job": "job",
+    "assemble": "assembler",
+    "launch": "launcher",
     "load_job": "job",
+    "plan": "launcher",
+    "relay": "relaying",
     "run": "blocks",
+    "status": "progress",
     "train_block": "trainer",
 }
 

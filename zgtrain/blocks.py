@@ -246,13 +246,13 @@ def open_source(
         build = follow if isinstance(follow, str) else growing_build(store)
         found = store.memos.build(build)
         columns: Sequence[zgstore.Column] = () if found is None else found.columns
-        source, target = _pair(job, _boundaries(job, columns), block)
+        source, target = _pair(job, boundaries_among(job, columns), block)
         with following(store, build, source, target, context=_context(columns)) as data:
             yield data
         return
     digest = resolve_snapshot(job, store)
     snapshot = store.snapshot(digest)
-    source, target = _pair(job, _boundaries(job, snapshot.columns), block)
+    source, target = _pair(job, boundaries_among(job, snapshot.columns), block)
     context = _context(snapshot.columns)
     if kind == LIVE:
         if job.snapshot.recipe is None:
@@ -282,11 +282,12 @@ def boundaries_of(job: Job, store: zgstore.Store, data: Source | None = None) ->
     """The job's boundary columns in depth order: B + 1 names."""
     if data is not None and data.reader.build:
         found = store.memos.build(data.reader.build)
-        return _boundaries(job, () if found is None else found.columns)
-    return _boundaries(job, store.snapshot(resolve_snapshot(job, store)).columns)
+        return boundaries_among(job, () if found is None else found.columns)
+    return boundaries_among(job, store.snapshot(resolve_snapshot(job, store)).columns)
 
 
-def _boundaries(job: Job, columns: Sequence[zgstore.Column]) -> list[str]:
+def boundaries_among(job: Job, columns: Sequence[zgstore.Column]) -> list[str]:
+    """The same among the columns of a snapshot or of a growing build. Raises Invalid."""
     known = sorted((column for column in columns if column.role == "boundary"), key=lambda column: column.depth or 0)
     names = list(job.student.boundaries) or [column.name for column in known]
     lacking = [name for name in names if name not in {column.name for column in columns}]

@@ -172,11 +172,19 @@ class LaunchSpec:
 
 @dataclass(frozen=True, slots=True)
 class EvaluateSpec:
-    """Section ``[evaluate]``: factories of held-out batches and of prompts, called with the student's ``args``."""
+    """Section ``[evaluate]``.
+
+    Args:
+        data: ``(**args) -> iterable of batches``, held out of the training.
+        prompts: ``(**args) -> prompts`` to generate from.
+        args: For both; without any they are called with the student's.
+        sweep_rows: How many of the rows boundaries and the α sweep are measured on.
+    """
 
     data: Target | None = None
     prompts: Target | None = None
     args: Arguments = field(default_factory=dict)
+    sweep_rows: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +195,7 @@ class Job:
         path: The file; paths in it are relative to its directory, which is first on the import path.
         output: Where blocks, reports and the student go.
         overrides: What was set over the file, as ``KEY=VALUE``: another process makes the same job of them.
+        relay: Whether its blocks are trained on the student's own states; see `zgtrain.prefixes.relayed`.
     """
 
     path: Path
@@ -199,6 +208,7 @@ class Job:
     launch: LaunchSpec = field(default_factory=LaunchSpec)
     evaluate: EvaluateSpec = field(default_factory=EvaluateSpec)
     overrides: tuple[str, ...] = ()
+    relay: bool = False
 
     @property
     def directory(self) -> Path:
@@ -242,6 +252,7 @@ class Job:
                 "gradient": train.gradient,
             },
             "held_out_rows": self.validate.rows,
+            **({"relay": True} if self.relay else {}),
         }
         return str(zgstore.digest_of(None, b"zgtrain 1 job\0", json.dumps(value, sort_keys=True).encode()))
 
@@ -468,6 +479,9 @@ def _launch(section: Section) -> LaunchSpec:
 
 
 def _evaluate(section: Section) -> EvaluateSpec:
-    spec = EvaluateSpec(_optional(section, "data"), _optional(section, "prompts"), section.arguments())
+    spec = EvaluateSpec(
+        _optional(section, "data"), _optional(section, "prompts"), section.arguments(),
+        section.whole("sweep_rows", default=16, least=1),
+    )  # fmt: skip
     section.done()
     return spec

@@ -1,0 +1,83 @@
+"""``zgtrain run``: one block trained."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any, Final
+
+import typer
+
+from zgstore.cli.console import Answer, Block, Facts, Line
+from zgstore.cli.session import session_of
+from zgstore.cli.units import duration_text, short, size_text
+from zgtrain.cli.arguments import JobFile
+from zgtrain.cli.main import job_of
+from zgtrain.cli.running import StepLine, count_text, loss_text
+
+DETERMINISTIC: Final = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def run(
+    ctx: typer.Context,
+    job: JobFile,
+    *,
+    block: Annotated[int, typer.Option(metavar="B", help="Which block, from 0.", show_default=False)],
+    device: Annotated[
+        str | None, typer.Option(metavar="D", help="Where; CUDA if there is one.", show_default=False)
+    ] = None,
+    source: Annotated[str, typer.Option(metavar="SOURCE", help="Targets: cached, or live.")] = "cached",
+    follow: Annotated[bool, typer.Option("--follow", help="Follow the build that grows in the store.")] = False,
+    build: Annotated[
+        str | None, typer.Option(metavar="UUID", help="With --follow: this one.", show_default=False)
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, whatever was saved.")] = False,
+) -> Answer:
+    """Train it."""
+    session = session_of(ctx)
+    loaded = job_of(ctx, job)
+    if loaded.train.deterministic:
+        os.environ.setdefault(*DETERMINISTIC)  # before CUDA starts
+    shown = sys.stderr.isatty() and not session.options.quiet
+    with (
+        StepLine(f"block {block}", loaded.train.steps, shown) as line,
+        session.stops_by(lambda _: session.note("saving; once more ends at once")),
+    ):
+        from zgtrain import blocks  # noqa: PLC0415 - loads torch, which the help need not
+
+        report = blocks.run(
+            loaded,
+            block=block,
+            device=device,
+            source=source,
+            follow=build or follow,
+            fresh=fresh,
+            stop=lambda: session.stopping,
+            progress=line,
+        )
+    return Answer(report.as_value(), view)
+
+
+def view(value: dict[str, Any]) -> Iterator[Block]:
+    """The page of a block's report."""
+    seconds, resumed = value["seconds"], value["resumed_from"]
+    first, last = value["first_window_mean_loss"], value["last_window_mean_loss"]
+    yield Line(f"block {value['block']}: {value['steps']} steps on {value['targets']} targets")
+    yield Facts(
+        [
+            ("snapshot", short(value["snapshot"])),
+            ("from, to", f"{value['source']}, {value['target']}"),
+            ("loss", f"{loss_text(first)} at first, {loss_text(last)} at last"),
+            ("held out", None if value["validation_loss"] is None else loss_text(value["validation_loss"])),
+            ("residual error", None if value["residual_error"] is None else loss_text(value["residual_error"])),
+            ("trained", f"{count_text(value['trained_parameters'])} parameters"),
+            ("state", short(value["state_digest"])),
+            ("resumed from", None if resumed is None else f"step {resumed}"),
+            ("time", f"{duration_text(seconds['total'])} (data {duration_text(seconds['data'])})"),
+            ("read", size_text(value["bytes_read"])),
+            ("peak memory", size_text(value["peak_memory_bytes"])),
+            ("left the block", f"{value['inter_block_gradient_bytes']} B of gradient"),
+            ("beside it alive", f"{count_text(value['live_teacher_parameters'])} parameters"),
+        ]
+    )

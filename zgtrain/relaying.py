@@ -1,0 +1,164 @@
+"""Blocks trained in depth order, each on what the trained blocks before it make of the data."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import zgstore
+from zgtrain.assembler import load_block
+from zgtrain.blockreport import BlockReport
+from zgtrain.blocks import (
+    CHECKPOINT,
+    NOT_READ,
+    REPORT,
+    alone,
+    boundaries_of,
+    finished,
+    make_block,
+    mending,
+    refuse_shared,
+    resolve_snapshot,
+    train,
+    write_json,
+)
+from zgtrain.job import Job
+from zgtrain.ledger import Log
+from zgtrain.prefixes import SETTINGS, capture_prefix, joined, prefix_pins, relayed
+from zgtrain.sharded import newest
+from zgtrain.source import LIVE, Source
+
+Told = Callable[[int, int, int], None]
+
+
+def relay(
+    job: Job,
+    *,
+    steps: int | None = None,
+    from_scratch: bool = False,
+    fresh: bool = False,
+    device: str | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[int], Log] = lambda _block: lambda _line: None,
+    captured: Told = lambda _block, _done, _rows: None,
+) -> list[BlockReport]:
+    """Train the blocks of a job once more, or for the first time, on the student's own states.
+
+    A block that the job has trained begins as it was left there; the first one, whose source is the teacher's either
+    way, is taken over as it is. Everything goes into ``relay/`` in the job's output, and is resumed from there.
+
+    Args:
+        job: The job.
+        steps: Of each block; default the job's.
+        from_scratch: Begin with blocks as their factory makes them.
+        fresh: Forget an earlier relay.
+        device: Where; default CUDA if there is one.
+        stop: Asked before each step whether to save and end.
+        progress: Block → what is called with each line of its log.
+        captured: Told a block, its rows captured so far and its rows in all.
+
+    Returns:
+        A report of each block, in depth order.
+
+    Raises:
+        zgstore.Refused: if the job was relayed before in another way, or its data are not the snapshot's.
+        zgstore.ZgError: what training a block raises.
+    """
+    again = relayed(job, steps=steps)
+    if fresh:
+        shutil.rmtree(again.output, ignore_errors=True)
+        again = relayed(job, steps=steps)
+    _remember(again, from_scratch=from_scratch)
+    store = zgstore.Store.open(job.snapshot.store)
+    names = boundaries_of(job, store)
+    refuse_shared(again, len(names) - 1)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    reports: list[BlockReport] = []
+    prefix: zgstore.Digest | None = None
+    for block in range(len(names) - 1):
+        folder = again.folder(block)
+        before = [report.state_digest for report in reports]
+        with alone(folder, block), mending(job), _opened(again, store, names, block, prefix) as data:
+            report = _done(again, store, block, data, before)
+            if report is None and block == 0 and not from_scratch:
+                report = _taken_over(job, again)
+            if report is None:
+                module = _begun(job, block, from_scratch=from_scratch)
+                report = train(
+                    again, data, module, block=block, last=block == len(names) - 2, folder=folder, device=device,
+                    stop=stop, progress=progress(block),
+                )  # fmt: skip
+                del module
+                gc.collect()  # the next block's report counts what is alive beside it
+            reports.append(report)
+            if block < len(names) - 2:
+                module = load_block(again, block, report.state_digest).to(place)
+                prefix = capture_prefix(
+                    again, store, resolve_snapshot(job, store), data, module,
+                    before=[*before, report.state_digest], device=place, stop=stop,
+                    progress=partial(captured, block),
+                )  # fmt: skip
+                del module
+    return reports
+
+
+def _opened(job: Job, store: zgstore.Store, names: list[str], block: int, prefix: zgstore.Digest | None) -> Source:
+    digest = resolve_snapshot(job, store)
+    columns = store.snapshot(digest).columns
+    context = [column.name for column in columns if column.role == "context" and column.name not in NOT_READ]
+    return joined(store, digest, prefix, names[block], names[block + 1], context=context)
+
+
+def _done(job: Job, store: zgstore.Store, block: int, data: Source, before: list[str]) -> BlockReport | None:
+    """The report of a block that this relay has trained on the blocks that are before it now."""
+    report = finished(job, block)
+    if block:
+        pins = prefix_pins(job, store.snapshot(resolve_snapshot(job, store)), data.source, before)
+        return report if report is not None and report.pins == str(pins.digest()) else None
+    return report
+
+
+def _taken_over(job: Job, again: Job) -> BlockReport | None:
+    """The first block as the job has trained it; None if it has not."""
+    report = finished(job, 0)
+    if report is None or report.targets == LIVE:
+        return None
+    for path in (job.folder(0) / CHECKPOINT, newest(job.folder(0))):  # of one process, or of several
+        if path is not None and path.is_dir():
+            shutil.copytree(path, again.folder(0) / path.name, dirs_exist_ok=True)
+        elif path is not None and path.exists():
+            shutil.copyfile(path, again.folder(0) / path.name)
+    report = replace(report, job=again.identity())
+    write_json(again.folder(0) / REPORT, report.as_value())
+    return report
+
+
+def _begun(job: Job, block: int, *, from_scratch: bool) -> nn.Module:
+    """The block as the job has trained it, else as its factory makes it."""
+    report = None if from_scratch else finished(job, block)
+    return make_block(job, block) if report is None else load_block(job, block, report.state_digest).train()
+
+
+def _remember(job: Job, *, from_scratch: bool) -> None:
+    """What this relay is, so that what comes later finds it, and another one is refused."""
+    path = job.output / SETTINGS
+    said: dict[str, Any] = {"job": job.identity(), "steps": job.train.steps, "from_scratch": from_scratch}
+    known = None
+    if path.exists():
+        known = json.loads(path.read_text(encoding="utf-8"))
+    if known is not None and (known["job"], known["from_scratch"]) != (said["job"], from_scratch):
+        raise zgstore.Refused(
+            f"{job.output} holds a relay of another kind",
+            hint="run it as it was, or begin anew with --fresh",
+            expected=said,
+            actual=known,
+        )
+    write_json(path, said)
