@@ -17,13 +17,13 @@ main{max-width:1120px;margin:0 auto;padding:36px 28px 60px}
 h1{font-size:26px;margin:0 0 4px;letter-spacing:-.01em}h2{font-size:17px;margin:0 0 12px}
 h3{font-size:13px;margin:0 0 6px;color:var(--soft);font-weight:600}p{margin:0 0 10px}.soft{color:var(--soft)}
 section{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:20px 22px;margin-top:18px}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin-top:20px}
-.tile{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 16px}
-.tile b{display:block;font-size:22px;font-weight:600;letter-spacing:-.01em}.tile span{color:var(--soft);font-size:13px}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(132px,1fr));gap:12px;margin-top:20px}
+.tile{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 14px}
+.tile b{display:block;font-size:19px;font-weight:600;letter-spacing:-.01em}.tile span{color:var(--soft);font-size:13px}
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:22px}
 table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 th{font-weight:600;color:var(--soft);text-align:left;font-size:13px}
-th,td{padding:5px 10px 5px 0;border-bottom:1px solid var(--line)}
+th,td{padding:5px 16px 5px 0;border-bottom:1px solid var(--line)}
 tr:last-child td{border-bottom:0}td.n,th.n{text-align:right}
 code{font:12.5px ui-monospace,SFMono-Regular,Menlo,monospace;word-break:break-all}
 .pass,.fail{font-weight:600}.pass{color:var(--good)}.fail{color:var(--bad)}
@@ -119,31 +119,46 @@ def _training(blocks: Sequence[Mapping[str, Any]]) -> str:
 def _boundaries(judged: Mapping[str, Any] | None) -> str:
     if judged is None or not judged["boundaries"]:
         return ""
-    names = {
-        "teacher_input_fit": "fed the teacher's states",
-        "assembled_predecessor_error": "what it is fed in the student",
-        "assembled_output_error": "what it leaves in the student",
-    }
+    ends = judged["boundaries"]
+    fits = [each["teacher_input_fit"] for each in ends]
+    left = [ends[0]["assembled_predecessor_error"], *(each["assembled_output_error"] for each in ends)]
     depth = [
-        Line(text, [(each["block"] + 1, each[name]["relative_mse"]) for each in judged["boundaries"]], dots=True)
-        for name, text in names.items()
+        Line("fed the teacher's states", [(b + 1, each["relative_mse"]) for b, each in enumerate(fits)], dots=True),
+        Line("in the student", [(b, each["relative_mse"]) for b, each in enumerate(left)], dots=True),
     ]
-    count_ = len(judged["boundaries"])
+    rows = [
+        [
+            str(b), f"<code>{escape(ends[b]['target'])}</code>",
+            *(_n(number(fit[name])) for name in ("relative_mse", "residual_error", "cosine")),
+            *(_n(number(left[b + 1][name])) for name in ("relative_mse", "cosine", "norm_error")),
+        ]
+        for b, fit in enumerate(fits)
+    ]  # fmt: skip
+    heads = [
+        "block",
+        "into",
+        "#fit: relative MSE",
+        "#residual error",
+        "#cosine",
+        "#in the student",
+        "#cosine",
+        "#norm error",
+    ]
     scores = "ce" if all(row["ce"] is not None for row in judged["sweep"]) else "mse"
     sweep = [
         Line(f"block {b}", [(row["alpha"], row[scores]) for row in judged["sweep"] if row["block"] == b], dots=True)
-        for b in range(count_)
+        for b in range(len(ends))
     ]
     about = (
         f"<p class=soft>Over {judged['sweep_rows']} held-out rows. On the right block b is fed "
-        "α h + (1 − α) ĥ, and the student's blocks after it what it gives.</p>"
+        "α h + (1 − α) ĥ, and the blocks after it what it gives.</p>"
     )
     title = "final CE by α" if scores == "ce" else "boundary MSE by α"
     plots = _pair(
         ("relative error by depth", plot(depth, x="boundary", y="relative MSE", whole_x=True)),
         (title, plot(sweep, x="α (1: the teacher's states)", y=scores)),
     )
-    return _section("Boundaries", about + plots)
+    return _section("Boundaries", about + plots + table(heads, rows))
 
 
 def _economics(costs: Mapping[str, Any]) -> str:

@@ -160,7 +160,7 @@ def _legend(names: Sequence[str], dashed: Sequence[bool]) -> list[str]:
         colour, pattern = COLOURS[number % len(COLOURS)], ' stroke-dasharray="5 3"' if dash else ""
         parts.append(f'<line x1="{at}" x2="{at + 16}" y1="14" y2="14" stroke="{colour}" stroke-width="2.4"{pattern}/>')
         parts.append(f'<text x="{at + 21}" y="18" fill="{INK}">{escape(name)}</text>')
-        at += 36 + 6.0 * len(name)
+        at += 38 + 5.6 * len(name)
     return parts
 
 

@@ -42,6 +42,7 @@ def make_pruned(folder: Path, *, module: str = "pruned_rows") -> Path:
     """Model, recipe and job file in a folder, the snapshot built; the path of the job."""
     import transformers  # noqa: PLC0415
 
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,

@@ -11,6 +11,7 @@ from zgtrain.decoder import partition
 from zgtrain.independence import live_parameters
 
 transformers = pytest.importorskip("transformers")
+torch.set_num_threads(1)
 safetensors = pytest.importorskip("safetensors.torch")
 
 SIZES = {

@@ -17,6 +17,7 @@ from zgtrain.measures import Scored, continuation_ce, greedy, labels_of, logits_
 from zgtrain.texts import IGNORED
 
 transformers = pytest.importorskip("transformers")
+torch.set_num_threads(1)
 
 VOCABULARY, NAMES = 37, ["model.layers.0:in", "model.layers.1:in", "model.norm:in"]
 ARGS = {"layers": [[0, 1], [1, 3]]}
