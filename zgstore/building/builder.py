@@ -82,7 +82,7 @@ def build(
         recipe: A recipe, or the path of one.
         ref: The ref to move; the recipe's stem if not given (with ``limit`` none); None moves none.
         limit: Exactly so many rows, the last batch cut.
-        worker: (I, N): only the shards whose number is I modulo N, and no snapshot.
+        worker: (I, N): only the shards whose number is I modulo N; no snapshot, and no ref whatever ``ref`` says.
         devices: Where the teacher runs; a replica on each. Empty: where its factory puts it.
         check_teacher: Load and measure the teacher even if nothing is missing.
         on_nonfinite: ``error``, or ``drop``: mask rows whose boundaries are not finite.

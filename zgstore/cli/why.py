@@ -23,8 +23,11 @@ def why(
 
 _PLACES = {
     "trash": "it is in the trash: `zgstore gc` frees it after its grace",
-    "absent": "it is not in this store",
+    "absent": "it is missing: `zgstore verify` names what that hurts and what mends it",
 }
+
+# As `zgstore ls` calls them.
+_KINDS = {"head": "ref"}
 
 
 def _view(value: dict[str, Any]) -> Iterator[Block]:
@@ -38,4 +41,5 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
         for depth, link in enumerate(chain):
             digest = short(link["digest"])
             name = "" if link["name"] == digest else link["name"]
-            yield Line("  " * depth + " ".join(part for part in (link["kind"], name, digest) if part))
+            kind = _KINDS.get(link["kind"], link["kind"])
+            yield Line("  " * depth + " ".join(part for part in (kind, name, digest) if part))

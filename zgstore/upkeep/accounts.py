@@ -68,7 +68,7 @@ def why(store: Store, digest: str | Digest, *, retention: Retention | None = Non
         retention: Which reflog entries count.
 
     Raises:
-        NotFound: if no object has that prefix, or more than one.
+        NotFound: if no object has that prefix, or more than one; or if it is not there and nothing wants it.
         Missing, Corrupt: if metadata on the way cannot be read.
     """
     target = digest if isinstance(digest, Digest) else find_object(store, digest)
@@ -88,7 +88,13 @@ def why(store: Store, digest: str | Digest, *, retention: Retention | None = Non
         action = store.memos.read_action(file)
         if action is not None and action.blob.digest == target:
             chains.append((Link("action", file.path.name, str(action.key)), Link("blob", target.short, str(target))))
-    return Why(target, _place(store, target), tuple(chains))
+    place = _place(store, target)
+    if place == "absent" and not chains:
+        raise NotFound(
+            f"{target.short} is not in this store, and nothing in it refers to it",
+            hint="`zgstore ls` and `zgstore show REV` give the digests that are",
+        )
+    return Why(target, place, tuple(chains))
 
 
 def find_object(store: Store, text: str) -> Digest:
