@@ -16,7 +16,7 @@ from typing import IO, Any, Final
 
 import zgstore
 from zgtrain.blocks import boundaries_among, boundaries_of, finished, refuse_shared, resolve_snapshot
-from zgtrain.job import BlockLaunch, Job
+from zgtrain.job import Job
 from zgtrain.source import LIVE
 
 WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
@@ -28,6 +28,7 @@ _ERRORS: Final = (
     zgstore.NotFound, zgstore.Busy, zgstore.Conflict, zgstore.Corrupt, zgstore.Missing, zgstore.Partial,
     zgstore.NoSpace, zgstore.Refused, zgstore.NonFinite, zgstore.Invalid, zgstore.Transient, zgstore.Interrupted,
 )  # fmt: skip
+ERRORS: Final = "stderr.log"
 _PATIENCE: Final = "60s"  # for whoever still has a block's folder: an earlier launch that is saving
 
 
@@ -53,7 +54,7 @@ class BlockRun:
 
 
 @dataclass(slots=True)
-class _Child:
+class Child:
     """A process, and what it prints: one JSON object."""
 
     process: subprocess.Popen[bytes]
@@ -104,9 +105,9 @@ class Crew:
     retries: int
     runs: list[BlockRun] = field(default_factory=list)
     build_value: dict[str, Any] | None = None
-    _children: dict[int, _Child] = field(default_factory=dict)  # slot → process
+    _children: dict[int, Child] = field(default_factory=dict)  # slot → process
     _at: dict[int, int] = field(default_factory=dict)  # slot → block
-    _build: _Child | None = None
+    _build: Child | None = None
     _build_id: str = ""
     _build_attempts: int = 0
     _stopping: bool = False
@@ -174,18 +175,14 @@ class Crew:
         words += [word for text in self.job.overrides for word in ("--set", text)]
         words += ["--device", run.device] if run.device else []
         words += ["--follow", "--build", self._build_id] if self._build_id else ["--source", self.source]
-        program = ["zgtrain"]
-        spread = self.job.launch.blocks.get(run.block, BlockLaunch())
-        if spread.processes > 1:
-            program = ["torchrun", "--standalone", f"--nproc-per-node={spread.processes}", "-m", "zgtrain.cli.main"]
         folder = self.job.folder(run.block)
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "stderr.log").open("ab") as errors:
-            self._children[slot] = _started([*program, *words], errors)
+        with (folder / ERRORS).open("ab") as errors:
+            self._children[slot] = started(["zgtrain", *words], errors)
         self._at[slot] = run.block
         run.state, run.attempts, run.error = RUNNING, run.attempts + 1, None
 
-    def _ended(self, run: BlockRun, child: _Child) -> None:
+    def _ended(self, run: BlockRun, child: Child) -> None:
         value = child.answer()
         if child.process.returncode == 0 and value.get("ok"):
             run.state, run.report = DONE, value
@@ -214,7 +211,7 @@ class Crew:
             words += ["--ref", rev]
         self.job.output.mkdir(parents=True, exist_ok=True)
         with (self.job.output / "build.log").open("ab") as errors:
-            self._build = _started(words, errors)
+            self._build = started(words, errors)
         self._build_id = ""
         self._build_attempts += 1
 
@@ -274,11 +271,11 @@ def as_error(value: Mapping[str, Any], message: str, **fields: Any) -> zgstore.Z
     return kind(message, hint=str(value.get("hint") or again), **fields)
 
 
-def _started(words: Sequence[str], errors: IO[bytes]) -> _Child:
+def started(words: Sequence[str], errors: IO[bytes]) -> Child:
     """A process that ends with this one, and that no Ctrl-C in our terminal reaches but through us."""
     out = tempfile.TemporaryFile()  # noqa: SIM115 - read and closed when the process has ended
     command = [sys.executable, "-m", "zgtrain.cli.tied", str(os.getpid()), *words]
     process = subprocess.Popen(  # noqa: S603 - our own commands, no shell
         command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True
     )
-    return _Child(process, out)
+    return Child(process, out)

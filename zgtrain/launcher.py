@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -93,8 +95,8 @@ def plan(job: Job, *, parallel: int | None = None, devices: Sequence[str] = ()) 
     digest = resolve_snapshot(job, store)
     shown = zgstore.show(store, digest)
     rows = shown.snapshot.samples
-    size = {facts.column.name: facts.bytes for facts in shown.columns}
-    context = sum(facts.bytes for facts in shown.columns if facts.column.role == "context")
+    size = {facts.column.name: _row_bytes(facts.column, facts.bytes, rows) for facts in shown.columns}
+    context = sum(size[facts.column.name] for facts in shown.columns if facts.column.role == "context")
     names = boundaries_of(job, store)
     refuse_shared(job, len(names) - 1)
     devices = tuple(devices) or job.launch.devices
@@ -102,7 +104,7 @@ def plan(job: Job, *, parallel: int | None = None, devices: Sequence[str] = ()) 
     for block, (source, target) in enumerate(itertools.pairwise(names)):
         made = [(each.numel(), each.requires_grad) for each in make_block(job, block).parameters()]
         step = _steps_done(job, block, str(digest))
-        each_row = (size[source] + size[target] + context) / max(1, rows)
+        each_row = size[source] + size[target] + context
         left = (job.train.steps - step) * job.train.batch_size * job.train.accumulate
         blocks.append(
             BlockPlan(
@@ -115,6 +117,14 @@ def plan(job: Job, *, parallel: int | None = None, devices: Sequence[str] = ()) 
         job.identity(), str(digest), str(shown.snapshot.pins.digest()), rows, tuple(blocks),
         _width(job, parallel, devices), tuple(devices),
     )  # fmt: skip
+
+
+def _row_bytes(column: zgstore.Column, stored: int, rows: int) -> float:
+    """Bytes that a row of a column takes: as it is declared; of rows of many lengths, and coded ones, their mean."""
+    width = re.search(r"\d+$", column.dtype)
+    if column.codec != "raw" or any(size is None for size in column.shape):
+        return stored / max(1, rows)
+    return math.prod(size or 1 for size in column.shape) * (int(width[0]) // 8 if width else 1)
 
 
 def _steps_done(job: Job, block: int, snapshot: str) -> int:

@@ -10,8 +10,7 @@ import typer
 from zgstore.cli.console import Answer, Block, Facts, Line, Rows
 from zgstore.cli.session import session_of
 from zgstore.cli.units import short
-from zgtrain.cli.arguments import JobFile, Relay
-from zgtrain.cli.main import job_of
+from zgtrain.cli.arguments import JobFile, Relay, job_of
 from zgtrain.cli.running import count_text
 
 

@@ -11,7 +11,7 @@ from zgstore.cli.arguments import complete_recipe
 from zgstore.cli.console import Answer, Block, Facts, Line, Rows
 from zgstore.cli.units import duration_text, short
 from zgtrain import economics as books
-from zgtrain.cli.main import job_of
+from zgtrain.cli.arguments import job_of
 
 Jobs = Annotated[
     list[str],

@@ -12,8 +12,7 @@ from zgstore.cli.arguments import complete_recipe
 from zgstore.cli.console import Answer, Block, Facts, Line, Rows
 from zgstore.cli.session import session_of
 from zgstore.cli.units import duration_text, parse_list, short
-from zgtrain.cli.arguments import JobFile
-from zgtrain.cli.main import job_of
+from zgtrain.cli.arguments import JobFile, job_of
 from zgtrain.cli.running import HEADS, LiveTable, loss_text, status_row
 from zgtrain.progress import block_status
 

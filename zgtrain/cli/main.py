@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Final
 
 import typer
 
 from zgstore.cli.application import Program, Table
-from zgstore.cli.session import Options as StoreOptions
-from zgstore.cli.session import Session, session_of
+from zgstore.cli.session import Session
 from zgstore.cli.units import parse_duration
+from zgtrain.cli.arguments import Options
 from zgtrain.cli.catalogue import COMMANDS
-from zgtrain.job import Job, load_job
 
 
 class Commands(Table):
@@ -20,32 +18,6 @@ class Commands(Table):
 
     entries = COMMANDS
     package = "zgtrain.cli"
-
-
-@dataclass(frozen=True, slots=True)
-class Options(StoreOptions):
-    """The options of every command.
-
-    Args:
-        overrides: ``KEY=VALUE`` over the job file.
-    """
-
-    overrides: tuple[str, ...] = ()
-
-
-def job_of(ctx: typer.Context, path: str, *, relay: bool = False) -> Job:
-    """A job file with what was set over it; with ``relay`` the relay beside it.
-
-    Raises:
-        zgstore.Invalid: if it says something a job may not.
-    """
-    options = session_of(ctx).options
-    job = load_job(path, options.overrides if isinstance(options, Options) else ())
-    if relay:
-        from zgtrain.prefixes import relayed  # noqa: PLC0415 - loads torch
-
-        return relayed(job)
-    return job
 
 
 app = typer.Typer(

@@ -10,8 +10,7 @@ import typer
 from zgstore.cli.console import Answer, Block, Facts, Line, Rows
 from zgstore.cli.session import session_of
 from zgstore.cli.units import parse_list, short, size_text
-from zgtrain.cli.arguments import JobFile
-from zgtrain.cli.main import job_of
+from zgtrain.cli.arguments import JobFile, job_of
 from zgtrain.cli.running import count_text
 
 

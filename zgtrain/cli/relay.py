@@ -13,8 +13,7 @@ import typer
 from zgstore.cli.console import Answer, Block, Facts, Line, Rows
 from zgstore.cli.session import session_of
 from zgstore.cli.units import short
-from zgtrain.cli.arguments import JobFile
-from zgtrain.cli.main import job_of
+from zgtrain.cli.arguments import JobFile, job_of
 from zgtrain.cli.run import DETERMINISTIC
 from zgtrain.cli.running import StepLine, loss_text
 

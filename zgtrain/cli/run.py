@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
 from zgstore.cli.console import Answer, Block, Facts, Line
-from zgstore.cli.session import session_of
+from zgstore.cli.session import Session, session_of
 from zgstore.cli.units import duration_text, short, size_text
-from zgtrain.cli.arguments import JobFile
-from zgtrain.cli.main import job_of
+from zgtrain.cli.arguments import JobFile, job_of
 from zgtrain.cli.running import StepLine, count_text, loss_text
+from zgtrain.job import BlockLaunch
 
 DETERMINISTIC: Final = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+_LOOK_SECONDS: Final = 0.1
 
 
 def run(
@@ -39,6 +43,11 @@ def run(
     loaded = job_of(ctx, job)
     if loaded.train.deterministic:
         os.environ.setdefault(*DETERMINISTIC)  # before CUDA starts
+    processes = loaded.launch.blocks.get(block, BlockLaunch()).processes
+    if processes > 1 and "RANK" not in os.environ:
+        return Answer(_together(session, processes, loaded.folder(block), block), view)
+    if processes > 1:
+        device = _join(session, device)
     shown = sys.stderr.isatty() and not session.options.quiet
     with (
         StepLine(f"block {block}", loaded.train.steps, shown) as line,
@@ -57,6 +66,53 @@ def run(
             progress=line,
         )
     return Answer(report.as_value(), view)
+
+
+def _together(session: Session, processes: int, folder: Path, block: int) -> dict[str, Any]:
+    """The same command in several processes under torchrun, whose talk goes to a file; what the first of them says.
+
+    Raises:
+        zgstore.ZgError: what it failed of.
+    """
+    from zgtrain.crew import ERRORS, Child, as_error, started  # noqa: PLC0415 - loads torch
+
+    words = [word for word in sys.argv[1:] if word not in {"--quiet", "-q", "--json"}]
+    torchrun = ["torchrun", "--standalone", f"--nproc-per-node={processes}", "-m", "zgtrain.cli.main"]
+    child: list[Child] = []
+
+    def end(_: int) -> None:
+        session.note(f"saving in {processes} processes; once more ends at once")
+        for each in child:
+            each.terminate()
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with session.stops_by(end), (folder / ERRORS).open("ab") as errors:
+        child.append(started([*torchrun, *words, "--json", "--quiet"], errors))
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child[0].process.wait(_LOOK_SECONDS)  # a signal's handler runs between two looks
+                break
+    value = child[0].answer()
+    if value.pop("ok"):
+        return value
+    error = value["error"]
+    raise as_error(error, str(error["message"]), block=block, processes=processes)
+
+
+def _join(session: Session, device: str | None) -> str | None:
+    """This process among those of its block, as torchrun's variables say; the device it has."""
+    import torch  # noqa: PLC0415 - the help need not load it
+    from torch import distributed  # noqa: PLC0415
+
+    if int(os.environ["RANK"]):
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), session.screen.fd)  # the first speaks for all
+    if device is None and torch.cuda.is_available():
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    if device is not None and device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    distributed.init_process_group("nccl" if device is not None and device.startswith("cuda") else "gloo")
+    return device
 
 
 def view(value: dict[str, Any]) -> Iterator[Block]:

@@ -9,8 +9,7 @@ import typer
 
 from zgstore.cli.console import Answer, Block, Rows
 from zgtrain import progress
-from zgtrain.cli.arguments import JobFile
-from zgtrain.cli.main import job_of
+from zgtrain.cli.arguments import JobFile, job_of
 from zgtrain.cli.running import HEADS, status_row
 
 
