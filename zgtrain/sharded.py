@@ -14,9 +14,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import zgstore
 from zgtrain.checkpoint import block_state, load, save, sync_folder
@@ -31,6 +28,8 @@ def save_sharded(
     *, initial: Mapping[str, Tensor], ranks: Ranks,
 ) -> None:  # fmt: skip
     """Write a state together; the previous one goes when the new one is durable."""
+    from torch.distributed.checkpoint import state_dict_saver  # noqa: PLC0415 - a second that others need not pay
+
     last = newest(folder)
     temporary = folder / ".checkpoint.new"
     final = folder / f"{PREFIX}{int(last.name.removeprefix(PREFIX)) + 1 if last else 1:08d}"
@@ -78,6 +77,8 @@ def load_sharded(
     folder: Path, fields: Mapping[str, Any], block: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
     """Put the newest state back, in place and together; the tensors that an anchor pulls to."""
+    from torch.distributed.checkpoint import state_dict_loader  # noqa: PLC0415 - a second that others need not pay
+
     last = newest(folder)
     assert last is not None  # its fields were read from it
     rest: Mapping[str, Any] = fields["optimizer"]
@@ -101,6 +102,10 @@ def gathered_state(folder: Path) -> dict[str, Tensor]:
     Raises:
         zgstore.NotFound: if there is none.
     """
+    from torch.distributed.checkpoint import state_dict_loader  # noqa: PLC0415 - a second that others need not pay
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415
+
     last = newest(folder)
     if last is None:
         raise zgstore.NotFound(f"there is no sharded checkpoint in {folder}", hint="run the block first")
