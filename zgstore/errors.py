@@ -46,6 +46,8 @@ class ZgError(Exception):
         self.message = message
         self.hint = hint
         self.fields = fields
+        # So that a traceback tells it too.
+        self.add_note(f"hint: {hint}")
 
     def carried(self) -> Self:
         """The same error with hint and fields in its text."""

@@ -182,6 +182,7 @@ def test_a_dry_run_builds_nothing_and_explain_names_what_changed(made, zg, tmp_p
     assert dry["snapshot"] is None
     assert {line["hit"] for line in dry["explain"]} == {False}
     assert made.refs.list() == []
+    assert "0 B new" not in zg("build", "toy.toml", "--dry-run").out
     zg("build", "toy.toml")
     write_recipe(tmp_path, boundaries=("layers.0:in", "layers.1:in", "norm:in"))
     page = zg("build", "toy.toml", "--dry-run", "--explain").out
@@ -289,6 +290,23 @@ def test_a_factory_that_fails_is_named_in_one_line(made, zg, tmp_path, factory, 
     told = zg("build", "bad.toml", "--json").json["error"]
     assert told["kind"] == "invalid"
     assert told["factory"] == f"toy:{factory}"
+
+
+def test_a_keyword_that_a_factory_does_not_take_is_named_with_those_that_it_takes(made, zg, tmp_path):
+    write_recipe(tmp_path, "bad", args="sead = 1", skeleton=False)
+    told = zg("build", "bad.toml", "--json").json["error"]
+    assert (told["kind"], told["factory"]) == ("invalid", "toy:teacher")
+    assert "'sead'" in told["message"]
+    assert told["hint"] == "it takes seed"
+
+
+def test_show_tells_the_error_of_a_lossy_column(made, zg, tmp_path):
+    zg("build", "toy.toml")
+    assert "ERROR" not in zg("show", "toy").out
+    path = tmp_path / "toy.toml"
+    path.write_text(path.read_text() + '\n[storage.columns."layers.0:in"]\ncodec = "int8"\n')
+    assert zg("build", "toy.toml").code == 0
+    assert "ERROR" in zg("show", "toy").out
 
 
 def test_another_teacher_under_the_same_pins_is_refused(made, zg, tmp_path):

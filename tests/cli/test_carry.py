@@ -33,6 +33,14 @@ def test_init_takes_a_path_and_a_policy(zg, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+def test_the_folder_around_a_store_is_none_and_the_store_in_it_is_named(store, zg):
+    around = store.path.parent
+    ran = zg("ls", "--store", str(around))
+    assert ran.code == 10
+    assert str(store.path) in ran.error
+    assert "init" not in ran.error
+
+
 def test_init_says_where_it_cannot(zg, tmp_path):
     (tmp_path / "file").write_text("")
     ran = zg("init", "file/store")
@@ -76,6 +84,9 @@ def test_a_part_is_copied_and_said_to_be_one(store, zg, tmp_path):
     )
     assert told.code == 22
     assert told.json["error"]["kind"] == "partial"
+    assert zg("show", "main", "--store", str(other.path), "--json").json["partial"] == [COLUMNS[0].name]
+    assert f"only {COLUMNS[0].name}" in zg("show", "main", "--store", str(other.path)).out
+    assert zg("show", "main", "--json").json["partial"] is None
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def explain(store: Store, plan: BuildPlan, before: Digest | None, *, known: bool
     if known:
         return tuple(lines)
     by_teacher = {wanted.name for wanted in plan.columns if wanted.source == "teacher"}
-    reason = "the teacher has to be loaded to be known: it is new, or its files or its code changed"
+    reason = "new teacher, or its files or code changed"
     return tuple(replace(why, reason=reason) if why.column in by_teacher else why for why in lines)
 
 

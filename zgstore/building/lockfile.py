@@ -112,7 +112,8 @@ def section(path: Path | None, name: str, start: Path) -> Locked:
     sections = read(path)
     if name not in sections:
         names = ", ".join(sorted(sections)) or "nothing"
-        raise NotFound(f"{path} does not lock {name!r}", hint=f"it locks {names}; `zgstore lock {name}` adds one")
+        hint = f"it locks {names}; a build says which by --ref, and `zgstore lock {name}` adds this one"
+        raise NotFound(f"{path} does not lock {name!r}", hint=hint)
     return sections[name]
 
 

@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import importlib
 import importlib.machinery
+import inspect
 import math
 import re
 import sys
@@ -23,6 +24,11 @@ from typing import Any, Final, NoReturn
 from zgstore.errors import Invalid
 from zgstore.format import canonical
 
+# What TOML calls them.
+_KINDS: Final = {
+    str: "a string in quotes", int: "a whole number", float: "a number", bool: "true or false", dict: "a table",
+    list: "an array",
+}  # fmt: skip
 _TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -69,8 +75,23 @@ class Target:
     def call(self, args: Mapping[str, Any], *first: Any) -> Any:
         """Call the function with ``first``, and ``args`` as keywords, in the file's directory."""
         function = self.resolve()
+        self._check_args(function, args, first)
         with inside(self.directory):
             return function(*first, **args)
+
+    def _check_args(self, function: Callable[..., Any], args: Mapping[str, Any], first: tuple[Any, ...]) -> None:
+        """A keyword that it does not take is the recipe's fault, not the function's."""
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            return
+        try:
+            signature.bind(*first, **args)
+        except TypeError as error:
+            names = ", ".join(list(signature.parameters)[len(first) :]) or "nothing"
+            raise Invalid(
+                f"{self.text!r} does not take its args: {error}", hint=f"it takes {names}", factory=self.text
+            ) from error
 
 
 class Section:
@@ -105,7 +126,8 @@ class Section:
             return default
         value = self.value[key]
         if type(value) is not kind:
-            self.fail(key, f"is {value!r}, not {kind.__name__}", f"give a {kind.__name__}")
+            what = _KINDS.get(kind, kind.__name__)
+            self.fail(key, f"is {value!r}, not {what}", f"write {what}")
         return value
 
     def number(self, key: str, *, default: float, least: float | None = None) -> float:

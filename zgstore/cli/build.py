@@ -141,7 +141,7 @@ def _show(progress: Progress, told: Told) -> None:
 
 def _view(value: dict[str, Any]) -> Iterator[Block]:
     yield Line(_headline(value))
-    shards, columns, sizes = value["shards"], value["columns"], value["bytes"]
+    shards, columns = value["shards"], value["columns"]
     verb = "to build" if value["dry_run"] else "built"
     yield Facts(
         [
@@ -152,7 +152,7 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
             ("dropped", value["dropped"] or None),
             ("shards", f"{shards['built']} {verb}, {shards['reused']} reused"),
             ("columns", f"{columns['built']} {verb}, {columns['reused']} reused"),
-            ("size", f"{size_text(sizes['new'])} new of {size_text(sizes['total'])}"),
+            ("size", _size(value)),
             ("teacher", f"{value['teacher']}, {'loaded' if value['teacher_loaded'] else 'not loaded'}"),
             ("time", _times(value["seconds"])),
             ("locked", value.get("locked")),
@@ -161,6 +161,12 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
     if value.get("explain"):
         yield Line("")
         yield Rows(("COLUMN", "SHARDS", "FOUND", "WHY"), list(_explained(value["explain"])), shrink=(3, 0))
+
+
+def _size(value: dict[str, Any]) -> str:
+    if value["teacher"] == "unknown" and value["shards"]["built"]:
+        return "not known before the teacher is loaded: `zgstore estimate` tells"
+    return f"{size_text(value['bytes']['new'])} new of {size_text(value['bytes']['total'])}"
 
 
 def _headline(value: dict[str, Any]) -> str:

@@ -44,7 +44,7 @@ def show(
 
 
 def _view(value: dict[str, Any]) -> Iterator[Block]:
-    record = value["record"] or {}
+    record, here = value["record"] or {}, value["partial"]
     yield Facts(
         [
             ("snapshot", short(value["snapshot"])),
@@ -54,6 +54,7 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
             ("samples", value["samples"]),
             ("dropped", _dropped(value["dropped"])),
             ("size", f"{size_text(value['bytes'])} in {plural(value['shards'], 'shard')}"),
+            ("partial", None if here is None else f"only {', '.join(here) or 'no column'}"),
             ("built", _built(record) or None),
         ]
     )
@@ -61,11 +62,12 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
         yield Line("")
         yield Line(part, style="bold")
         yield Facts([(f"  {name}", text) for name, text in _flat(plain(value[part]))])
+    lossy = any("error" in column["statistics"] for column in value["columns"])
     yield Line("")
     yield Rows(
-        ("COLUMN", "ROLE", "DTYPE", "CODEC", "SHAPE", "SIZE", "RMS", "MAX"),
-        [_column_cells(column) for column in value["columns"]],
-        right=(5, 6, 7),
+        ("COLUMN", "ROLE", "DTYPE", "CODEC", "SHAPE", "SIZE", "RMS", "MAX", *(["ERROR"] if lossy else [])),
+        [_column_cells(column)[: 9 if lossy else 8] for column in value["columns"]],
+        right=(5, 6, 7, 8)[: 4 if lossy else 3],
     )
 
 
@@ -77,10 +79,11 @@ def _column_cells(column: dict[str, Any]) -> tuple[object, ...]:
     shape = "×".join("…" if size is None else str(size) for size in column["shape"]) or "scalar"
     statistics = column["statistics"]
     extremes = [abs(statistics[name]) for name in ("min", "max") if isinstance(statistics.get(name), int | float)]
-    rms = statistics.get("rms")
+    rms, error = statistics.get("rms"), statistics.get("error")
     return (
         column["name"], column["role"], column["dtype"], column["codec"], shape, size_text(column["bytes"]),
         f"{rms:.3g}" if isinstance(rms, int | float) else "", f"{max(extremes):.3g}" if extremes else "",
+        f"{error:.3g}" if isinstance(error, int | float) else "",
     )  # fmt: skip
 
 

@@ -68,7 +68,9 @@ def read_config(root: Path) -> Config:
         with directory(root) as folder:
             text = read_all(folder, CONFIG, root / CONFIG, limit_bytes=1 << 20)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFound(f"there is no store at {root}", hint=f"make one: `zgstore init {root}`") from error
+        inner = root / ".zgstore"
+        hint = f"name the folder in it: {inner}" if (inner / CONFIG).exists() else f"make one: `zgstore init {root}`"
+        raise NotFound(f"there is no store at {root}", hint=hint) from error
     except OSError as error:
         raise NotFound(f"the store at {root} cannot be opened: {error}", hint="check its permissions") from error
     try:

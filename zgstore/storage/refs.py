@@ -230,7 +230,7 @@ class Refs:
         if n < len(entries):
             return entries[n].new
         raise NotFound(
-            f"{name}@{{{n}}} is older than its history, which has {len(entries)} entries",
+            f"{name}@{{{n}}} is older than its history, which begins with {name}@{{{max(0, len(entries) - 1)}}}",
             hint=f"see `zgstore log {name}`",
         )
 

@@ -11,6 +11,7 @@ from zgstore.format.digest import Digest
 from zgstore.format.fields import all_u64
 from zgstore.format.manifest import Column, Record, Snapshot
 from zgstore.format.pages import RootPage
+from zgstore.storage import partials
 from zgstore.storage.refs import Ref
 from zgstore.storage.store import Store
 
@@ -42,6 +43,7 @@ class Shown:
         masked: Rows stored that readers skip.
         left_out: Rows of the stream that never entered.
         bytes: Of all its blobs, constants too.
+        here: The columns whose blobs this store means to have; None where it means to have all.
     """
 
     digest: Digest
@@ -54,6 +56,7 @@ class Shown:
     masked: int
     left_out: int
     bytes: int
+    here: tuple[str, ...] | None = None
 
     def as_json(self) -> dict[str, Any]:
         pins = self.snapshot.pins
@@ -71,6 +74,7 @@ class Shown:
             "cut": self.snapshot.cut,
             "shards": self.shards,
             "bytes": self.bytes,
+            "partial": None if self.here is None else list(self.here),
             "names": list(self.names),
             "record": record_value(self.record),
         }
@@ -133,6 +137,7 @@ def show(store: Store, rev: str | Digest) -> Shown:
     record = store.record_of(digest)
     statistics = _statistics(record)
     dropped = store.dropped(snapshot)
+    expected = partials.expected(store.path, digest)
     columns = tuple(
         ColumnFacts(column, size, statistics.get(column.name, {}))
         for column, size in zip(snapshot.columns, _column_bytes(root), strict=True)
@@ -148,6 +153,7 @@ def show(store: Store, rev: str | Digest) -> Shown:
         masked=len(dropped.masked),
         left_out=len(dropped.left_out),
         bytes=sum(column.bytes for column in columns) + sum(constant.size for constant in snapshot.constants),
+        here=None if expected is None else tuple(each.name for each in snapshot.columns if each.name in expected),
     )
 
 
