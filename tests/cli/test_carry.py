@@ -6,7 +6,7 @@ import json
 import tomllib
 
 import pytest
-from conftest import COLUMNS, blob_of, flip
+from made import COLUMNS, blob_of, flip
 
 from zgstore.building.recipe import Recipe
 from zgstore.cli import init as initial

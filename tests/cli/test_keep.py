@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from conftest import blob_of, publish
+from made import blob_of, publish
 
 
 def test_a_tag_does_not_move_without_force(store, zg):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import RECIPE, blob_of, publish
+from made import RECIPE, blob_of, publish
 
 from zgstore.format.manifest import Column
 

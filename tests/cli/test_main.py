@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import blob_of
+from made import blob_of
 
 from zgstore import errors
 from zgstore.cli import faults

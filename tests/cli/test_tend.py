@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from conftest import blob_of, flip, publish
+from made import blob_of, flip, publish
 
 from zgstore.storage.store import Store
 
