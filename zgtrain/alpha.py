@@ -91,15 +91,23 @@ class Boundaries:
         hats = [truths[0], *self._onward(0, truths[0], context)]
         for b, (hat, truth) in enumerate(zip(hats, truths, strict=True)):
             self.assembled[b].add(hat, truth, mask)
+        whole = self._scored(hats[-1], labels)
         for b in range(count):
             for alpha in ALPHAS:
-                out, *rest = self._onward(b, mixed(truths[b], hats[b], alpha), context)
+                fed = mixed(truths[b], hats[b], alpha)
+                # What the block is fed in the student has been run already: block 0 at every α, every block at α = 0.
+                outs, ce = (hats[b + 1 :], whole) if fed is hats[b] else (self._onward(b, fed, context), None)
                 errors, scored = self.sweep[b, alpha]
-                errors.add(out, truths[b + 1], mask, truths[b])
+                errors.add(outs[0], truths[b + 1], mask, truths[b])
+                scored.include(ce or self._scored(outs[-1], labels))
                 if alpha == 1.0:
-                    self.fits[b].add(out, truths[b + 1], mask, truths[b])
-                if self.interface is not None:
-                    scored.add(self.interface([out, *rest][-1]), labels)
+                    self.fits[b].add(outs[0], truths[b + 1], mask, truths[b])
+
+    def _scored(self, last: Tensor, labels: Tensor) -> Scored:
+        scored = Scored()
+        if self.interface is not None:
+            scored.add(self.interface(last), labels)
+        return scored
 
     def _onward(self, first: int, state: Tensor, context: Mapping[str, Any]) -> list[Tensor]:
         """The outputs of the blocks from ``first`` on."""
@@ -131,6 +139,6 @@ class Boundaries:
 
 def mixed(truth: Tensor, hat: Tensor, alpha: float) -> Tensor:
     """α h + (1 − α) ĥ; exactly h at 1, exactly ĥ at 0 and wherever the two are equal."""
-    if alpha in {0.0, 1.0}:
+    if truth is hat or alpha in {0.0, 1.0}:
         return truth if alpha else hat
     return hat + alpha * (truth - hat)

@@ -32,7 +32,7 @@ from zgtrain.decoder import (
     whole_model,
 )
 from zgtrain.heldout import heldout, prompts
-from zgtrain.pretrained import ModelPlace, find_model, load_config, load_tokenizer
+from zgtrain.pretrained import ModelPlace, find_model, load_config, load_tokenizer, loading
 from zgtrain.texts import chat_batches, text_batches
 
 __all__ = [
@@ -115,8 +115,9 @@ def unpack(path: str, folder: str | Path) -> None:
         return
     model: Any = teacher(path)
     model.config.use_cache = model.generation_config.use_cache = True
-    load_tokenizer(path).save_pretrained(folder)
-    model.save_pretrained(folder)
+    with loading():
+        load_tokenizer(path).save_pretrained(folder)
+        model.save_pretrained(folder)
 
 
 # ---- the student ----

@@ -128,11 +128,9 @@ def judge(
     if not prompts:
         raise zgstore.Invalid("there are no prompts", hint="let [evaluate] prompts give at least one")
     say("generating")
-    spoken = [
-        _Spoken(prompt, greedy(student, prompt["input_ids"], tokens=GENERATED_TOKENS),
-                greedy(teacher, prompt["input_ids"], tokens=GENERATED_TOKENS))
-        for prompt in prompts
-    ]  # fmt: skip
+    asked = [prompt["input_ids"] for prompt in prompts]
+    said = (greedy(model, asked, tokens=GENERATED_TOKENS) for model in (student, teacher))
+    spoken = [_Spoken(*each) for each in zip(prompts, *said, strict=True)]
     say("scoring what was generated")
     worth = {name: _worth(model, spoken) for name, model in (("student", student), ("teacher", teacher))}
     on_student, on_itself = (
@@ -197,9 +195,7 @@ def _held_out(
             (student, held.student, held.student_own, held.student_other),
             (teacher, held.teacher, held.teacher_own, held.teacher_other),
         ):
-            logits = logits_of(model, batch)
-            whole.add(logits, labels)
-            own.add(logits, other.labels)
+            whole.add(logits_of(model, batch), labels, other.labels, also=[own])
             swap.add(logits_of(model, other.batch), other.labels)
         if held.swept < sweep_rows:
             seen = capturer(host)
@@ -258,8 +254,7 @@ def _worth(model: nn.Module, spoken: Sequence[_Spoken]) -> list[float]:
 def _pooled(scored: Iterable[Scored]) -> float:
     total = Scored()
     for each in scored:
-        total.ce_sum += each.ce_sum
-        total.tokens += each.tokens
+        total.include(each)
     return total.ce
 
 

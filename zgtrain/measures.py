@@ -52,20 +52,46 @@ def labels_of(batch: Batch) -> Tensor:
 
 @dataclass(slots=True)
 class Scored:
-    """Sums over scored tokens."""
+    """Sums over scored tokens.
+
+    Args:
+        ce_sum: Of their cross entropies.
+        right: How many a greedy choice would have met.
+        tokens: How many.
+        not_finite: At how many the logits have a NaN or an Inf.
+    """
 
     ce_sum: float = 0.0
     right: int = 0
     tokens: int = 0
     not_finite: int = 0
 
-    def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Score logits ``[N, T, V]`` by labels ``[N, T]``, aligned with the input; −100 is left out."""
-        wanted = labels[:, 1:] != IGNORED_LABEL
-        self.ce_sum += float(token_ce(logits, labels).sum(dtype=torch.float64))
-        self.right += int(((logits[:, :-1].argmax(-1) == labels[:, 1:]) & wanted).sum())
-        self.tokens += int(wanted.sum())
-        self.not_finite += int((~torch.isfinite(logits[:, :-1][wanted])).sum())
+    @torch.no_grad()
+    def add(self, logits: Tensor, *labels: Tensor, also: Sequence[Scored] = ()) -> None:
+        """Score logits ``[N, T, V]`` by labels ``[N, T]``, aligned with the input; −100 is left out.
+
+        Args:
+            logits: Looked at once, however many labels there are.
+            labels: Own first; then for each of ``also`` a part of these.
+            also: Others to score by their part.
+        """
+        first = labels[0][:, 1:]
+        each = token_ce(logits, labels[0]).double()
+        right = logits[:, :-1].argmax(-1) == first
+        sound = torch.isfinite(logits[:, :-1].sum(-1, dtype=torch.float32))
+        for scored, part in zip((self, *also), labels, strict=True):
+            wanted = part[:, 1:] != IGNORED_LABEL
+            scored.ce_sum += float(each[wanted].sum())
+            scored.right += int((right & wanted).sum())
+            scored.tokens += int(wanted.sum())
+            scored.not_finite += int((~sound & wanted).sum())
+
+    def include(self, other: Scored) -> None:
+        """Count another's tokens too."""
+        self.ce_sum += other.ce_sum
+        self.right += other.right
+        self.tokens += other.tokens
+        self.not_finite += other.not_finite
 
     @property
     def ce(self) -> float:
@@ -140,31 +166,42 @@ def _prompts(real: Tensor, labels: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def greedy(model: nn.Module, ids: Tensor, *, tokens: int) -> list[int]:
-    """The most likely continuation of one prompt: always so many tokens, an end of text is never chosen.
+def greedy(model: nn.Module, prompts: Sequence[Tensor], *, tokens: int) -> list[list[int]]:
+    """The most likely continuation of each prompt: always so many tokens, an end of text is never chosen.
 
     Args:
-        model: With ``generate`` of transformers, else called once a token.
-        ids: int64 ``[T]``.
+        model: With ``generate`` of transformers, which gets all prompts at once; else called for each, once a token.
+        prompts: int64 ``[T]`` each.
         tokens: How many.
     """
     device = next(model.parameters()).device
-    row = ids.to(device)[None]
     generate: Callable[..., Tensor] | None = getattr(model, "generate", None)
-    if generate is not None:
-        from transformers import GenerationConfig  # noqa: PLC0415 — heavy, and optional
+    if generate is None:
+        return [_one_by_one(model, ids.to(device), tokens=tokens) for ids in prompts]
+    from transformers import GenerationConfig  # noqa: PLC0415 — heavy, and optional
 
-        known: Any = model.generation_config
-        config = GenerationConfig(
-            do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens, eos_token_id=known.eos_token_id,
-            pad_token_id=known.pad_token_id if known.pad_token_id is not None else 0, use_cache=True,
-        )  # fmt: skip
-        said = generate(input_ids=row, attention_mask=torch.ones_like(row), generation_config=config)
-        return [int(each) for each in said[0, row.shape[1] :]]
+    known: Any = model.generation_config
+    padding = known.pad_token_id if known.pad_token_id is not None else 0
+    longest = max(len(ids) for ids in prompts)
+    batch = torch.full((len(prompts), longest), padding, dtype=torch.int64, device=device)
+    mask = torch.zeros_like(batch)
+    for row, ids in enumerate(prompts):
+        batch[row, longest - len(ids) :] = ids
+        mask[row, longest - len(ids) :] = 1
+    config = GenerationConfig(
+        do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens, eos_token_id=known.eos_token_id,
+        pad_token_id=padding, use_cache=True,
+    )  # fmt: skip
+    said = generate(input_ids=batch, attention_mask=mask, generation_config=config)
+    return [[int(each) for each in row] for row in said[:, longest:]]
+
+
+def _one_by_one(model: nn.Module, ids: Tensor, *, tokens: int) -> list[int]:
+    row = ids[None]
     for _ in range(tokens):
         said = logits_of(model, {"input_ids": row, "attention_mask": torch.ones_like(row)})
         row = torch.cat([row, said[:, -1:].argmax(-1)], dim=1)
-    return [int(each) for each in row[0, ids.shape[0] :]]
+    return [int(each) for each in row[0, len(ids) :]]
 
 
 @torch.inference_mode()

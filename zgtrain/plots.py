@@ -71,7 +71,7 @@ def plot(
         parts.append(
             f'<line x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#1a7f4b" stroke-dasharray="3 3"/>'
         )
-        parts.append(f'<text x="{at + 5}" y="{TOP + 12}" fill="#1a7f4b">pays from K = {mark:g}</text>')
+        parts.append(f'<text x="{at + 5}" y="{HEIGHT - BOTTOM - 8}" fill="#1a7f4b">pays from K = {mark:g}</text>')
     for number, (line, points) in enumerate(drawn):
         parts += _drawn(line, [place(a, b) for a, b in points if b is not None], COLOURS[number % len(COLOURS)])
     parts += _legend([line.name for line, _ in drawn], [line.dashed for line, _ in drawn])

@@ -147,9 +147,10 @@ class Counter(nn.Module):
 
 
 def test_greedy_generation_takes_the_likeliest_and_never_ends_early(llama):
-    assert greedy(Counter(), torch.tensor([3, 4]), tokens=5) == [5, 6, 7, 8, 9]
+    asked = [torch.tensor([3, 4]), torch.tensor([9, 8, 7, 6, 5])]
+    assert greedy(Counter(), asked, tokens=3) == [[5, 6, 7], [6, 7, 8]]
     teacher = causal_lm.teacher(llama)
-    said = greedy(teacher, torch.tensor([3, 4]), tokens=12)
+    said, _ = greedy(teacher, asked, tokens=12)
     assert len(said) == 12
     assert teacher.config.eos_token_id not in said
     with torch.no_grad():
@@ -176,13 +177,16 @@ class Add(nn.Module):
         return x + self.much * torch.tanh(x.flip(-1))
 
 
+def swept_labels(mask):
+    return torch.randint(0, 6, (2, 5), generator=torch.Generator().manual_seed(4)).masked_fill(~mask, IGNORED)
+
+
 def swept(count=4, interface=None):
     generator = torch.Generator().manual_seed(3)
     truths = [torch.randn(2, 5, 8, generator=generator) for _ in range(count + 1)]
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], dtype=torch.bool)
-    labels = torch.randint(0, 6, (2, 5), generator=generator).masked_fill(~mask, IGNORED)
     found = Boundaries([Add(0.1 * (b + 1)) for b in range(count)], lambda f, x, _: f(x), interface)
-    found.add(truths, {"mask": mask}, labels)
+    found.add(truths, {"mask": mask}, swept_labels(mask))
     return found, truths, mask
 
 
@@ -195,6 +199,22 @@ def test_the_first_block_is_constant_in_alpha_and_at_alpha_0_every_block_ends_th
     assert all(row == first[0] for row in first)
     assert len({row["ce"] for row in rows if row["alpha"] == 0.0}) == 1
     assert len({row["ce"] for row in rows}) > len(ALPHAS)
+
+
+def test_the_sweep_is_what_running_every_block_anew_gives():
+    torch.manual_seed(0)
+    head = nn.Linear(8, 6)
+    found, truths, mask = swept(interface=head)
+    hat = truths[0]
+    for b in range(4):
+        for alpha in ALPHAS:
+            state = alpha * truths[b] + (1 - alpha) * hat
+            for block in found.blocks[b:]:
+                state = block(state)
+            ce = Scored()
+            ce.add(head(state), swept_labels(mask))
+            assert found.sweep[b, alpha][1].ce == pytest.approx(ce.ce, abs=1e-5)
+        hat = found.blocks[b](hat)
 
 
 def test_at_alpha_1_the_sweep_is_the_fit_and_at_0_the_assembled_output():
