@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from zgtrain.assembler import assemble as assemble
     from zgtrain.blockreport import BlockReport as BlockReport
     from zgtrain.blocks import run as run
+    from zgtrain.evaluator import evaluate as evaluate
     from zgtrain.job import Job as Job
     from zgtrain.job import load_job as load_job
     from zgtrain.launcher import launch as launch
@@ -23,6 +24,7 @@ _HOME_OF = {
     "BlockReport": "blockreport",
     "Job": "job",
     "assemble": "assembler",
+    "evaluate": "evaluator",
     "launch": "launcher",
     "load_job": "job",
     "plan": "launcher",
