@@ -15,7 +15,8 @@ STYLE: Final = """
 body{margin:0;background:var(--ground);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
 main{max-width:1120px;margin:0 auto;padding:36px 28px 60px}
 h1{font-size:26px;margin:0 0 4px;letter-spacing:-.01em}h2{font-size:17px;margin:0 0 12px}
-h3{font-size:13px;margin:0 0 6px;color:var(--soft);font-weight:600}p{margin:0 0 10px}.soft{color:var(--soft)}table+p{margin-top:12px}
+h3{font-size:13px;margin:0 0 6px;color:var(--soft);font-weight:600}p{margin:0 0 10px}.soft{color:var(--soft)}
+table+p{margin-top:12px}
 section{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:20px 22px;margin-top:18px}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(132px,1fr));gap:12px;margin-top:20px}
 .tile{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 14px}
@@ -28,7 +29,8 @@ tr:last-child td{border-bottom:0}td.n,th.n{text-align:right}
 code{font:12.5px ui-monospace,SFMono-Regular,Menlo,monospace;word-break:break-all}
 .pass,.fail{font-weight:600}.pass{color:var(--good)}.fail{color:var(--bad)}
 svg{width:100%;height:auto;display:block}
-blockquote{margin:0 0 12px;max-height:150px;overflow:auto;padding:0 0 0 12px;border-left:3px solid var(--line);white-space:pre-wrap;font-size:13.5px}
+blockquote{max-height:150px;overflow:auto;
+margin:0 0 12px;padding:0 0 0 12px;border-left:3px solid var(--line);white-space:pre-wrap;font-size:13.5px}
 """
 
 
