@@ -70,8 +70,11 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
             ("BLOCK", "ON THE TEACHER'S", "OF PREDECESSORS", "ASSEMBLED"),
             [
                 (
-                    at, _number(each["teacher_input_fit"]), _number(each["assembled_predecessor_error"]),
-                    _number(each["assembled_output_error"]),
+                    at,
+                    *(
+                        _number(each[name]["relative_mse"])
+                        for name in ("teacher_input_fit", "assembled_predecessor_error", "assembled_output_error")
+                    ),
                 )
                 for at, each in enumerate(value["boundaries"])
             ],
