@@ -1,0 +1,240 @@
+"""Assembly: the blocks are what was trained, belong together, and become one student; relays too."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from students import CODE, built, make_job
+
+import zgstore
+from zgtrain.assembler import assemble, gather
+from zgtrain.blocks import read_report, run, write_json
+from zgtrain.checkpoint import load, save, state_digest
+from zgtrain.job import load_job
+from zgtrain.prefixes import joined, relayed
+from zgtrain.relaying import relay
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _own_import_path(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def trained(folder, *, blocks=(0, 1), **more):
+    path = make_job(folder, **more)
+    job, store, _ = built(path)
+    for block in blocks:
+        run(job, block=block)
+    return path, job, store
+
+
+def test_a_student_is_the_trained_blocks_one_after_the_other_and_its_manifest_says_so(tmp_path):
+    _, job, store = trained(tmp_path)
+    made = assemble(job, tmp_path / "student")
+    reports = [read_report(job, block) for block in (0, 1)]
+    assert [state_digest(block) for block in made.student] == [report.state_digest for report in reports]
+    assert not made.student.training
+    manifest = json.loads((tmp_path / "student" / "zgtrain.json").read_text())
+    assert manifest["snapshot"] == str(store.resolve("cache")) == reports[0].snapshot
+    assert manifest["job"] == job.identity()
+    assert [each["state_digest"] for each in manifest["blocks"]] == [report.state_digest for report in reports]
+    weights = load_file(tmp_path / "student" / "model.safetensors")
+    assert torch.equal(weights["1.up.weight"], made.student[1].up.weight)
+    assert set(manifest["files"]) == {"model.safetensors"}
+    again = assemble(job, tmp_path / "student")  # what an assembly wrote is replaced
+    assert again.manifest["state_digest"] == made.manifest["state_digest"]
+    with pytest.raises(zgstore.Invalid, match="no student of ours"):
+        assemble(job, tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir() if "student" in each.name and "toy" not in each.name) == [
+        "student"
+    ]
+
+
+def test_a_student_that_saves_itself_is_let(tmp_path):
+    code = CODE + (
+        "\n\nclass Saving(nn.Sequential):\n"
+        "    def save_pretrained(self, place):\n        (place / 'own.txt').write_text('saved')\n"
+    )
+    code = code.replace("    return nn.Sequential(*blocks)", "    return Saving(*blocks)")
+    _, job, _ = trained(tmp_path, code=code)
+    assemble(job, tmp_path / "student")
+    assert sorted(each.name for each in (tmp_path / "student").iterdir()) == ["own.txt", "zgtrain.json"]
+
+
+def test_what_is_not_trained_is_named(tmp_path):
+    path, job, _ = trained(tmp_path, blocks=(0,))
+    with pytest.raises(zgstore.NotFound, match="block 1 of 2 not trained") as caught:
+        assemble(job)
+    assert "zgtrain launch" in caught.value.hint
+    with pytest.raises(zgstore.NotFound, match="blocks 0, 1"):
+        assemble(load_job(path, ["train.steps=9"]))
+
+
+def test_blocks_of_other_jobs_snapshots_or_sources_are_refused_each_named(tmp_path):
+    path, job, _ = trained(tmp_path)
+
+    def told(**fields):
+        report = read_report(job, 1)
+        write_json(job.folder(1) / "report.json", replace(report, **fields).as_value())
+        with pytest.raises(zgstore.Refused) as caught:
+            gather(job)
+        write_json(job.folder(1) / "report.json", report.as_value())
+        return caught.value
+
+    other = "blake3:" + "7" * 64
+    error = told(snapshot=other)
+    assert error.message.startswith("the blocks are of different snapshots: block 0 of blake3:")
+    assert f"block 1 of {other}" in error.message
+    assert "--fresh" in error.hint
+    assert "different jobs" in told(job=other).message
+    assert "different sources: block 0 of the snapshot; block 1 of live" in told(targets="live").message
+    assert "maps 'layers.2:in' to 'x'" in told(target="x").message
+    told_following = replace(read_report(job, 1), targets="following")
+    write_json(job.folder(1) / "report.json", told_following.as_value())
+    gather(job)  # it read the same bits as they came
+    with pytest.raises(zgstore.Refused, match="not of this job"):
+        gather(load_job(path, ["train.seed=5"]))
+
+
+def test_a_rebuilt_snapshot_is_another_one(tmp_path):
+    _, job, store = trained(tmp_path)
+    text = job.snapshot.recipe.read_text().replace("rows = 10", "rows = 12")
+    job.snapshot.recipe.write_text(text)
+    zgstore.build(store, job.snapshot.recipe)
+    with pytest.raises(zgstore.Refused, match="not of this snapshot: blocks 0, 1 of"):
+        gather(job)
+
+
+def test_a_checkpoint_that_is_not_the_reports_is_corrupt(tmp_path):
+    _, job, _ = trained(tmp_path)
+    file = job.folder(1) / "checkpoint.pt"
+    state = load(file)
+    state["block_state"]["up.weight"][0, 0] += 1
+    save(file, state)
+    with pytest.raises(zgstore.Corrupt, match="block 1") as caught:
+        gather(job)
+    assert caught.value.actual != caught.value.expected == read_report(job, 1).state_digest
+    file.unlink()
+    with pytest.raises(zgstore.Missing, match="no checkpoint"):
+        gather(job)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_parameter_in_two_blocks_is_refused_unless_frozen(tmp_path, frozen):
+    _, job, _ = trained(tmp_path)
+    module = sys.modules[job.student.block.text.partition(":")[0]]
+    module.SHARED = torch.nn.Linear(16, 32).requires_grad_(not frozen)
+    original = module.block
+
+    def sharing(number, **args):
+        made = original(number, **args)
+        made.up = module.SHARED
+        return made
+
+    module.block = sharing
+    same = load(job.folder(0) / "checkpoint.pt")["block_state"]
+    for block in (0, 1):
+        state = load(job.folder(block) / "checkpoint.pt")
+        state["block_state"] |= {name: same[name] for name in ("up.weight", "up.bias")}
+        save(job.folder(block) / "checkpoint.pt", state)
+        made = sharing(block)
+        made.load_state_dict({name: each for name, each in state["block_state"].items() if name != "calls"})
+        made.calls.copy_(state["block_state"]["calls"])
+        report = replace(read_report(job, block), state_digest=state_digest(made))
+        write_json(job.folder(block) / "report.json", report.as_value())
+    if frozen:
+        gather(job)
+        return
+    with pytest.raises(zgstore.Refused, match=r"'up\.weight' of block 1 is also 'up\.weight' of block 0"):
+        gather(job)
+
+
+# ---- relays ----
+
+
+@pytest.mark.parametrize(("ragged", "storage"), [(False, ""), (True, 'dtype = "bfloat16"')])
+def test_a_relay_trains_each_block_on_what_those_before_it_make(tmp_path, ragged, storage):
+    boundaries = ["layers.0:in", "layers.1:in", "layers.2:in", "norm:in"]
+    _, job, store = trained(tmp_path, blocks=(0, 1, 2), ragged=ragged, storage=storage, boundaries=boundaries)
+    reports = relay(job, steps=5)
+    again = relayed(job)
+    assert again.train.steps == 5
+    assert [report.targets for report in reports] == ["cached", "relay", "relay"]
+    assert reports[0].state_digest == read_report(job, 0).state_digest
+    assert [report.initial_digest for report in reports[1:]] == [read_report(job, b).state_digest for b in (1, 2)]
+    assert len({report.live_teacher_parameters for report in [*reports, read_report(job, 2)]}) == 1  # no neighbour
+    made = assemble(again)
+    assert made.manifest["relay"]
+    # What block 2 was given is what the assembled prefix makes of the teacher's first boundary.
+    prefix = store.resolve(f"relay/{zgstore.Digest.parse(again.identity()).short}/2")
+    teacher = store.resolve("cache")
+    with joined(store, teacher, prefix, "layers.2:in", "norm:in", context=["attention_mask", "position_ids"]) as data:
+        batch = data.batch([7, 1])
+    with zgstore.read(store, "cache") as reader:
+        first = reader.batch([7, 1])["layers.0:in"].float()
+    with torch.no_grad():
+        seen = made.student[1](made.student[0](first).to(batch.source.dtype).float()).to(batch.source.dtype)
+    mask = batch.context["mask"]
+    assert torch.equal(seen[mask], batch.source[mask])
+    assert bool(mask.all()) is not ragged
+    before = [report.state_digest for report in reports]
+    assert [report.state_digest for report in relay(job, steps=5)] == before
+    # The parallel blocks are as they were.
+    assert [state_digest(block) for block in gather(job).blocks] == [read_report(job, b).state_digest for b in range(3)]
+
+
+def test_a_relay_that_is_stopped_anywhere_ends_as_one_that_was_not(tmp_path):
+    path, _, _ = trained(tmp_path / "one")
+    whole = [report.state_digest for report in relay(load_job(path), steps=6)]
+    asked = []
+
+    def stop():
+        asked.append(1)
+        return len(asked) % 5 == 0
+
+    for _ in range(40):
+        try:
+            reports = relay(load_job(path), steps=6, fresh=not asked, stop=stop)
+            break
+        except zgstore.Interrupted:
+            continue
+    assert [report.state_digest for report in reports] == whole
+    assert len(asked) > 5
+
+
+def test_a_relay_from_scratch_needs_no_launch_and_is_another_one(tmp_path):
+    _, job, _ = trained(tmp_path, blocks=())
+    reports = relay(job, from_scratch=True)
+    assert [report.steps for report in reports] == [7, 7]
+    assert reports[0].initial_digest != reports[0].state_digest
+    assemble(relayed(job))
+    with pytest.raises(zgstore.Refused, match="of another kind") as caught:
+        relay(job)
+    assert "--fresh" in caught.value.hint
+
+
+def test_a_relay_whose_prefix_changed_is_refused_at_assembly(tmp_path):
+    _, job, _ = trained(tmp_path)
+    relay(job, steps=4)
+    again = relayed(job)
+    report = read_report(again, 1)
+    write_json(again.folder(1) / "report.json", replace(report, pins="blake3:" + "1" * 64).as_value())
+    with pytest.raises(zgstore.Refused, match="states of other blocks"):
+        gather(again)
+
+
+def test_student_and_teacher_states_of_other_data_are_refused(tmp_path):
+    _, job, store = trained(tmp_path)
+    relay(job, steps=4)
+    prefix = store.resolve(f"relay/{zgstore.Digest.parse(relayed(job).identity()).short}/1")
+    job.snapshot.recipe.write_text(job.snapshot.recipe.read_text().replace("rows = 10", "rows = 9"))
+    other = zgstore.build(store, job.snapshot.recipe, ref="other").snapshot
+    with pytest.raises(zgstore.Refused, match="not of the same data"):
+        joined(store, other, prefix, "layers.2:in", "norm:in", context=[])
