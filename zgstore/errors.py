@@ -67,7 +67,7 @@ def _unpacked(text: str) -> tuple[str, str, dict[str, Any]]:
     """Message, hint and fields of an error that was raised again by its text."""
     _, _, packed = text.rpartition(_CARRIED)
     try:
-        value = json.loads(packed)
+        value, _ = json.JSONDecoder().raw_decode(packed)  # a traceback's notes may follow
         return value["message"], value["hint"], value["fields"]
     except (ValueError, KeyError, TypeError):
         return text, "the message says where it comes from; run `zgstore verify`", {}

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import zgstore
+import zgtrain
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
@@ -33,12 +34,19 @@ def test_the_minimal_example_is_under_sixty_lines_of_its_own_code():
 
 
 def test_every_recipe_of_the_examples_can_be_read():
-    recipes = sorted(EXAMPLES.rglob("*.toml"))
+    recipes = [path for path in sorted(EXAMPLES.rglob("*.toml")) if "\n[capture]" in path.read_text(encoding="utf-8")]
     assert len(recipes) >= 2
     for path in recipes:
         recipe = zgstore.load_recipe(path)
         assert recipe.teacher.factory.resolve()
         assert recipe.data.factory.resolve()
+
+
+def test_every_job_of_the_examples_can_be_read():
+    jobs = [path for path in sorted(EXAMPLES.rglob("*.toml")) if "\n[student]" in path.read_text(encoding="utf-8")]
+    assert jobs
+    for path in jobs:
+        assert zgtrain.load_job(path).identity()
 
 
 def test_the_recipe_of_the_demo_cuts_the_teacher_into_four_blocks():

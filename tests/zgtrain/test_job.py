@@ -59,7 +59,7 @@ def test_paths_are_the_files_own_and_defaults_are_filled_in(read, tmp_path):
         ('[train]\nloss = "relative_mse"', "train.loss.name", "relative-mse"),
         ('[train]\nprecision = "fp16"', "train.precision", "bf16"),
         ("[train]\nsteps = 0", "train.steps", "at least 1"),
-        ('[train]\nsteps = "many"', "train.steps", "int"),
+        ('[train]\nsteps = "many"', "train.steps", "whole number"),
         ("[train]\noptimizer = { lr = -1.0 }", "train.optimizer.lr", "finite"),
         ('[train]\nforward = "nothing"', "train.forward", "module:function"),
         ("[train]\nnoise = 0.1", "train.noise", "clean"),
