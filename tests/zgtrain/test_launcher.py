@@ -14,10 +14,12 @@ import torch
 from students import CODE, built, make_job
 
 import zgstore
+from zgtrain.assembler import gather
 from zgtrain.blocks import read_report, run
 from zgtrain.crew import DONE, FAILED, STOPPED
 from zgtrain.job import load_job
 from zgtrain.launcher import launch, plan, status
+from zgtrain.sharded import newest
 
 torch.set_num_threads(1)
 FOUR = ["layers.0:in", "layers.1:in", "layers.2:in", "layers.3:in", "norm:in"]
@@ -156,6 +158,32 @@ def test_following_trains_on_a_build_that_is_killed_and_ends_as_the_cached_job(t
     assert str(zgstore.build(other, job.snapshot.recipe).snapshot) == report.snapshot == report.build["snapshot"]
     cached = run(load_job(path, ["output=cached"]), block=0)
     assert report.blocks[0].report["state_digest"] == cached.state_digest
+
+
+def test_a_block_of_two_processes_learns_what_one_learns_and_is_gathered(tmp_path):
+    code = CODE.replace(
+        "    return Block(dropout=dropout)",
+        """    made = Block(dropout=0.0)
+    if torch.distributed.is_initialized():
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(made, ignored_params={made.frozen})
+    return made""",
+    )
+    more = "[launch.blocks.0]\nprocesses = 2"
+    path = make_job(tmp_path, rows=16, boundaries=["layers.2:in", "norm:in"], code=code, more=more)
+    job, _, _ = built(path)
+    report = launch(job)
+    assert report.error is None, report.error
+    together = read_report(job, 0)
+    alone = run(load_job(path, ["output=alone"]), block=0)  # in this one process
+    assert newest(job.folder(0)) is not None  # they saved it together
+    assert newest(job.output.with_name("alone") / "block-000") is None
+    assert together.last_window_mean_loss == pytest.approx(alone.last_window_mean_loss, rel=1e-5)
+    (block,) = gather(job).blocks
+    (other,) = gather(load_job(path, ["output=alone"])).blocks
+    for mine, theirs in zip(block.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-4)
 
 
 def test_a_shuffled_job_cannot_follow(tmp_path):
