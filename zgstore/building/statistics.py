@@ -18,8 +18,7 @@ from torch import Tensor
 from zgstore.format.tensorfile import offsets_of
 
 # Elements looked at together: fewer than torch shares out among threads (32768); numpy does the rest. This runs on the
-# writing thread, and a second pool of threads there, waiting busily, slowed a two-thread teacher by a quarter (bench
-# "build").
+# writing thread, where a second pool of threads would wait busily beside the teacher's (docs/LOG.md: what was seen).
 _CHUNK: Final = (1 << 15) - 512
 
 
