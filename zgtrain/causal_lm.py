@@ -7,9 +7,9 @@ Models and tokenizers are named by where they lie, never by a hub's name: a fold
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ __all__ = [
 ]  # fmt: skip
 
 Ranges = Sequence[Sequence[int]]
+Piece = TypeVar("Piece", Interface, Embedding)
 
 
 # ---- the teacher ----
@@ -192,11 +193,7 @@ def interface(
         layers: Taken and not used.
         keep: Taken and not used.
     """
-    place = find_model(path)
-    bare = bare_model(load_config(place), dtype=dtype_of(dtype), attn_implementation=attn_implementation)
-    made, named = cut_interface(bare)
-    fill(made, named, place, dtype=dtype_of(dtype), attn=attn_implementation)
-    return made.eval()
+    return _frozen(cut_interface, path, dtype=dtype, attn_implementation=attn_implementation)
 
 
 def embedding(
@@ -218,9 +215,16 @@ def embedding(
         layers: Taken and not used.
         keep: Taken and not used.
     """
+    return _frozen(cut_embedding, path, dtype=dtype, attn_implementation=attn_implementation)
+
+
+def _frozen(
+    cut: Callable[[Any], tuple[Piece, dict[str, str]]], path: str, *, dtype: str, attn_implementation: str
+) -> Piece:
+    """A part of the teacher that is cut out without its layers, with its weights."""
     place = find_model(path)
     bare = bare_model(load_config(place), dtype=dtype_of(dtype), attn_implementation=attn_implementation)
-    made, named = cut_embedding(bare)
+    made, named = cut(bare)
     fill(made, named, place, dtype=dtype_of(dtype), attn=attn_implementation)
     return made.eval()
 
