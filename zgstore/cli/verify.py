@@ -15,6 +15,7 @@ from zgstore.cli.session import Session, session_of
 from zgstore.cli.units import duration_text, listing, parse_part, plural, short
 from zgstore.errors import Corrupt, Invalid, Missing, NotFound, Refused, ZgError
 from zgstore.format.digest import Digest
+from zgstore.format.fields import all_u64
 from zgstore.storage.store import Store
 from zgstore.upkeep import reachability, verifier
 from zgstore.upkeep.survey import Problem
@@ -88,7 +89,7 @@ def _size(store: Store, digests: Sequence[Digest] | None) -> int | None:
     """Bytes of the blobs that will be read; None if the pages cannot be."""
     names = [ref.snapshot for ref in store.refs.list()] if digests is None else digests
     try:
-        return int(reachability.reach(store, names).blobs()[1].sum())
+        return sum(all_u64(reachability.reach(store, names).blobs()[1]))
     except (Missing, Corrupt):
         return None
 

@@ -5,21 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from zgstore.errors import NotFound
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_prefix
-from zgstore.format.fields import all_digests, raw_digests
+from zgstore.format.fields import all_digests, all_u64, raw_digests
 from zgstore.format.manifest import Snapshot
 from zgstore.format.pages import RowsRoot
 from zgstore.storage.objects import FAMILIES
 from zgstore.storage.store import Store
+from zgstore.upkeep.digestsets import DigestSet, chosen, singles, total
 from zgstore.upkeep.reachability import (
-    DigestTable,
     Reach,
     Retention,
-    chosen,
     place_in,
     reach,
     read_any,
@@ -236,38 +232,31 @@ def usage(store: Store) -> Usage:
         names.setdefault(ref.snapshot, []).append(ref.name)
     for hold in store.refs.holds():
         names.setdefault(hold.snapshot, []).append(f"hold {hold.name}")
-    everything = Reach(store)
     listed = b"".join(store.objects.packed_names("objects"))
-    there = DigestTable(listed)
-    parts = {}
-    for digest in names:
-        everything.add(digest, "head")
-        parts[digest] = _here(there, reach(store, [digest]))
-    joined, sizes = _here(there, everything)
-    table = DigestTable(joined)
-    owners = np.zeros(len(table), np.int64)
-    for blobs, _ in parts.values():
-        owners[table.find(blobs)] += 1
+    there = DigestSet(listed)
+    parts = {digest: _here(there, reach(store, [digest])) for digest in names}
+    joined, sizes = (b"".join(part[at] for part in parts.values()) for at in (0, 1))
+    named, alone = DigestSet(joined), singles(joined)
     shares = []
     for digest, (blobs, blob_sizes) in parts.items():
-        own = int(blob_sizes[owners[table.find(blobs)] == 1].sum())
-        total = int(blob_sizes.sum())
-        shares.append(Share(digest, tuple(sorted(names[digest])), len(blob_sizes), total, own, total - own))
-    others = chosen(listed, ~table.has(listed))
+        count = len(blobs) // DIGEST_BYTES
+        mine, alone = alone[:count], alone[count:]
+        size, own = sum(all_u64(blob_sizes)), total(blob_sizes, mine)
+        shares.append(Share(digest, tuple(sorted(names[digest])), count, size, own, size - own))
     return Usage(
         snapshots=tuple(sorted(shares, key=lambda share: share.refs)),
-        total_bytes=int(sizes.sum()),
-        other_bytes=_bytes_of(store, others, "objects"),
+        total_bytes=total(sizes, named.firsts()),
+        other_bytes=_bytes_of(store, named.without(listed), "objects"),
         metadata_bytes=_bytes_of(store, b"".join(store.objects.packed_names("meta")), "meta"),
         trash_bytes=sum(each.size for each in store.objects.trashed()),
     )
 
 
-def _here(there: DigestTable, found: Reach) -> tuple[bytes, NDArray[np.uint64]]:
-    """The blobs that are there, and their sizes: of a part that was copied not all are."""
+def _here(there: DigestSet, found: Reach) -> tuple[bytes, bytes]:
+    """The blobs that are there, and their sizes (u64, packed): of a part that was copied not all are."""
     blobs, sizes = found.blobs()
-    mask = there.has(blobs)
-    return chosen(blobs, mask), sizes[mask]
+    mask = there.mask(blobs)
+    return chosen(blobs, mask), chosen(sizes, mask, each=8)
 
 
 def _bytes_of(store: Store, joined: bytes, family: str) -> int:

@@ -17,12 +17,13 @@ from typing import Any, Final, TypeVar
 
 from zgstore.errors import Corrupt, Missing, Refused
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_prefix
-from zgstore.format.fields import all_digests
+from zgstore.format.fields import all_digests, raw_digests
 from zgstore.storage import partials
 from zgstore.storage.objects import FAMILIES, PREFIXES, Trashed
 from zgstore.storage.store import Store
+from zgstore.upkeep.digestsets import DigestSet
 from zgstore.upkeep.gcplan import Candidate, Count, GcPlan, expired, plan
-from zgstore.upkeep.reachability import DigestTable, Reach, chosen, read_any, roots
+from zgstore.upkeep.reachability import Reach, read_any, roots
 
 __all__ = ["GcPlan", "GcReport", "collect", "plan"]
 
@@ -291,19 +292,17 @@ class _Recheck:
         found = roots(self.store, retention=self.rules.retention, now=self.rules.now)
         for root in found.named:
             self.since.add(root.digest, root.kind)
-        batch = DigestTable(b"".join(digest.raw for _, digest in items))
-        leased: set[int] = set()
+        batch = DigestSet(b"".join(digest.raw for _, digest in items))
+        leased: set[bytes] = set()
         for lease, digests in found.leased:
-            leased.update(at for at in batch.find(digests).tolist() if at >= 0)
+            leased.update(raw_digests(batch.within(digests)))
             self._reach_what_is_new(lease, digests)
         self._reach_snapshots_born_since()
-        at = batch.find(b"".join(digest.raw for _, digest in items)).tolist()
-        kept = {item for item, place in zip(items, at, strict=True) if place in leased}
+        loose: set[tuple[str, Digest]] = set()
         for family in FAMILIES:
-            mine = [item for item in items if item[0] == family]
-            reached = self.since.has(b"".join(digest.raw for _, digest in mine), family)
-            kept.update(item for item, is_kept in zip(mine, reached.tolist(), strict=True) if is_kept)
-        return {item for item in items if item not in kept}
+            mine = b"".join(digest.raw for of, digest in items if of == family and digest.raw not in leased)
+            loose.update((family, digest) for digest in all_digests(self.since.without(mine, family)))
+        return loose
 
     def _reach_what_is_new(self, lease: str, digests: bytes) -> None:
         """A reader's lease may name a snapshot that nothing else keeps."""
@@ -323,7 +322,7 @@ class _Recheck:
                 continue
             self.folders[folder] = changed
             names = b"".join(_digest_named(path.name) for path in folder.iterdir())
-            for digest in all_digests(chosen(names, ~self.marks.meta.has(names))):
+            for digest in all_digests(self.marks.meta.without(names)):
                 with contextlib.suppress(Missing, Corrupt):
                     if read_any(self.store, digest)[0] == "snapshot":
                         self.since.add(digest, "recent")

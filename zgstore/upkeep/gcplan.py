@@ -17,13 +17,12 @@ from zgstore.storage.memos import ActionFile
 from zgstore.storage.objects import FAMILIES, Stat, Trashed
 from zgstore.storage.refs import LogEntry
 from zgstore.storage.store import Store
+from zgstore.upkeep.digestsets import DigestSet
 from zgstore.upkeep.reachability import (
     DAY_SECONDS,
-    DigestTable,
     Reach,
     Retention,
     Roots,
-    chosen,
     log_of,
     read_any,
     roots,
@@ -109,7 +108,7 @@ class Marks:
 
     reach: Reach
     leased: Mapping[str, int]
-    meta: DigestTable
+    meta: DigestSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +185,15 @@ def _mark(store: Store, found: Roots, listed_meta: bytes) -> Marks:
     reached = Reach(store)
     for root in found.named:
         reached.add(root.digest, root.kind)
-    meta = DigestTable(listed_meta)
+    meta = DigestSet(listed_meta)
     for _, leased in found.leased:
         # Most of what a builder's lease names are blobs; its pages may not all be there yet.
-        for digest in all_digests(chosen(leased, meta.has(leased))):
+        for digest in all_digests(meta.within(leased)):
             with contextlib.suppress(Missing):
                 reached.add(digest, "lease")
     for measurement in store.memos.measurements():
         named = b"".join(_digests_in(measurement))
-        for digest in all_digests(chosen(named, meta.has(named))):
+        for digest in all_digests(meta.within(named)):
             # A memo's row pages, without which a build measures anew: no reason to stop.
             with contextlib.suppress(Missing, Corrupt):
                 reached.add(digest, "measurement")
@@ -219,8 +218,8 @@ class _Sorting:
     def __init__(self, store: Store, rules: Rules, found: Roots, marks: Marks, listed: Mapping[str, bytes]) -> None:
         self.store, self.rules, self.marks, self.listed = store, rules, marks, listed
         self.found = found
-        self.leased = DigestTable(b"".join(leased for _, leased in found.leased))
-        self.tables: dict[str, DigestTable] = {}
+        self.leased = DigestSet(b"".join(leased for _, leased in found.leased))
+        self.sets = {family: DigestSet(joined) for family, joined in listed.items()}
         self.kept: dict[str, Count] = {}
         self.resumable = Count()
 
@@ -250,7 +249,7 @@ class _Sorting:
         )  # fmt: skip
 
     def _loose(self, family: str) -> bytes:
-        return chosen(self.listed[family], ~self.marks.reach.has(self.listed[family], family))
+        return self.marks.reach.without(self.listed[family], family)
 
     def _keep(self, reason: str, size: int) -> None:
         self.kept[reason] = self.kept.get(reason, Count()) + Count(1, size)
@@ -272,7 +271,7 @@ class _Sorting:
         young = {blob.raw for file, blob, _ in actions if self.rules.now - file.mtime_seconds < ACTION_SECONDS}
         candidates = []
         for family, joined in loose.items():
-            leased = self.leased.has(joined)
+            leased = self.leased.mask(joined)
             for at, (raw, stat) in enumerate(zip(raw_digests(joined), self._stats(joined, family), strict=True)):
                 if stat is None:
                     continue
@@ -311,7 +310,7 @@ class _Sorting:
     def _count_marked(self) -> None:
         for met in self.marks.reach.meta.values():
             self._keep(met.reason, met.size_bytes)
-        for reason, objects, size in self.marks.reach.credit(self.listed["objects"]):
+        for reason, (objects, size) in self.marks.reach.credit(self.sets["objects"]).items():
             self.kept[reason] = self.kept.get(reason, Count()) + Count(objects, size)
 
     def _is_young(self, stat: Stat) -> bool:
@@ -335,18 +334,16 @@ class _Sorting:
         restore, free, waiting = [], [], []
         for item in trashed:
             in_place = self._is_listed(item.digest, item.family)
-            if not in_place and self.marks.reach.has(item.digest.raw, item.family)[0]:
+            if not in_place and not self.marks.reach.without(item.digest.raw, item.family):
                 restore.append(item)
-            elif self._is_due(item) and (in_place or not self.leased.has(item.digest.raw)[0]):
+            elif self._is_due(item) and (in_place or item.digest.raw not in self.leased):
                 free.append(item)
             else:
                 waiting.append(item)
         return tuple(restore), tuple(free), Count.of(waiting)
 
     def _is_listed(self, digest: Digest, family: str) -> bool:
-        if family not in self.tables:  # large, and needed only where there is trash, or an action
-            self.tables[family] = DigestTable(self.listed[family])
-        return bool(self.tables[family].has(digest.raw)[0])
+        return digest.raw in self.sets[family]
 
     def _is_due(self, item: Trashed) -> bool:
         return item.epoch.isdecimal() and self.rules.now - int(item.epoch) >= self.rules.trash_grace

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from zgstore.errors import Corrupt, Missing, NotFound
 from zgstore.format import canonical
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
-from zgstore.format.fields import all_digests, raw_digests
+from zgstore.format.fields import all_digests, pack_u64, raw_digests
 from zgstore.format.manifest import Snapshot
 from zgstore.format.pages import LeafPage, RootPage, RowsRoot
 from zgstore.storage.refs import LogEntry, Ref
 from zgstore.storage.store import Store
+from zgstore.upkeep.digestsets import DigestSet, both, chosen, total
 
 DAY_SECONDS: Final = 86400.0
 RETENTION_SECONDS: Final = 30 * DAY_SECONDS
@@ -30,69 +27,6 @@ HASHED_AS: Final = {
     "snapshot": "snapshot", "record": "record",
     "root": "page", "leaf": "page", "dropped": "page", "rows": "page", "rows-root": "page",
 }  # fmt: skip
-
-
-# --- Many digests at once ------------------------------------------------------------------------------------------
-
-
-class DigestTable:
-    """Distinct digests, sorted by their first 8 bytes and compared by all 32: a million take a third of a second.
-
-    Args:
-        joined: Raw digests, 32 bytes each; of equal ones the first counts.
-    """
-
-    def __init__(self, joined: bytes) -> None:
-        words, heads = _words(joined), _heads(joined)
-        order = np.argsort(heads, kind="stable")
-        rows, heads = words[order], heads[order]
-        alike = heads[1:] == heads[:-1]
-        if np.any(alike & np.any(rows[1:] != rows[:-1], axis=1)):
-            # Digests that differ only after 8 bytes do not happen, but can be made: then all bytes sort them.
-            order = np.lexsort((words[:, 3], words[:, 2], words[:, 1], _heads(joined)))
-            rows, heads = words[order], _heads(joined)[order]
-        new = np.ones(len(rows), bool)
-        new[1:] = np.any(rows[1:] != rows[:-1], axis=1)
-        self._rows, self._heads = rows[new], heads[new]
-        self.first: NDArray[np.int64] = order[new]  # where among ``joined`` each distinct digest stood first
-        starts = np.flatnonzero(np.append(True, self._heads[1:] != self._heads[:-1]))
-        self._most_alike = int(np.diff(np.append(starts, len(self._rows))).max(initial=0))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def find(self, joined: bytes) -> NDArray[np.int64]:
-        """Where each of ``joined`` (32 bytes each) stands in the table; −1 where it does not."""
-        wanted = _words(joined)
-        found = np.full(len(wanted), -1, np.int64)
-        at = np.searchsorted(self._heads, _heads(joined))
-        for step in range(self._most_alike):
-            place = np.minimum(at + step, len(self._rows) - 1)
-            equal = np.all(self._rows[place] == wanted, axis=1)
-            found[equal] = place[equal]
-        return found
-
-    def has(self, joined: bytes) -> NDArray[np.bool_]:
-        """Whether each of ``joined`` is in the table."""
-        return self.find(joined) >= 0
-
-    def raw(self) -> bytes:
-        """Its digests joined, in its order."""
-        return self._rows.tobytes()
-
-
-def _words(joined: bytes) -> NDArray[np.uint64]:
-    return np.frombuffer(joined, "<u8").reshape(-1, DIGEST_BYTES // 8)
-
-
-def _heads(joined: bytes) -> NDArray[np.uint64]:
-    """The first 8 bytes of each, as numbers that sort as folders are listed: so a listing is found in one sweep."""
-    return _words(joined)[:, 0].byteswap() if sys.byteorder == "little" else _words(joined)[:, 0].copy()
-
-
-def chosen(joined: bytes, mask: NDArray[np.bool_]) -> bytes:
-    """The digests of ``joined`` where the mask is true, joined."""
-    return _words(joined)[mask].tobytes()
 
 
 # --- Roots ---------------------------------------------------------------------------------------------------------
@@ -200,10 +134,9 @@ class Reach:
         self._beyond = beyond  # what that one reached is not reached again
         self.meta: dict[bytes, Met] = {}
         self._digests: list[bytes] = []
-        self._sizes: list[NDArray[np.uint64]] = []
+        self._sizes: list[bytes] = []
         self._reasons: list[str] = []
-        self._table: tuple[DigestTable, NDArray[np.uint64], NDArray[np.int64]] | None = None
-        self._last: tuple[bytes, DigestTable, NDArray[np.int64]] | None = None
+        self._set: DigestSet | None = None
 
     def add(self, digest: Digest, reason: str) -> None:
         """Reach an object whose kind is not known: what a ref, a hold or a lease names.
@@ -216,57 +149,47 @@ class Reach:
             kind, body = read_any(self._store, digest)
             self._visit(digest, kind, body, reason)
 
-    def add_blobs(self, joined: bytes, sizes: NDArray[np.uint64], reason: str) -> None:
-        """Reach blobs themselves (raw digests joined, and their sizes)."""
-        if joined:
-            self._digests.append(joined)
-            self._sizes.append(sizes)
-            self._reasons.append(reason)
-            self._table = None
+    def add_blobs(self, joined: bytes, sizes: bytes, reason: str) -> None:
+        """Reach blobs themselves (raw digests joined, and their sizes, u64 packed)."""
+        self._digests.append(joined)
+        self._sizes.append(sizes)
+        self._reasons.append(reason)
+        self._set = None
 
     def met(self, digest: Digest) -> bool:
         """Whether this metadata was reached."""
         return digest.raw in self.meta or (self._beyond is not None and self._beyond.met(digest))
 
-    def has(self, joined: bytes, family: str) -> NDArray[np.bool_]:
-        """Whether each of ``joined`` (raw digests of one family) was reached."""
+    def without(self, joined: bytes, family: str) -> bytes:
+        """Those of ``joined`` (raw digests of one family) that were not reached, joined."""
         if family == "meta":
-            reached = np.fromiter((raw in self.meta for raw in raw_digests(joined)), bool, len(joined) // DIGEST_BYTES)
+            loose = b"".join(raw for raw in raw_digests(joined) if raw not in self.meta)
         else:
-            reached = self._found(joined) >= 0
-        return reached | self._beyond.has(joined, family) if self._beyond is not None else reached
+            loose = self._blobs().without(joined)
+        return self._beyond.without(loose, family) if self._beyond is not None else loose
 
-    def blobs(self) -> tuple[bytes, NDArray[np.uint64]]:
-        """Every blob reached, once: raw digests joined, and sizes."""
-        table, sizes, _ = self._blobs()
-        return table.raw(), sizes
+    def blobs(self) -> tuple[bytes, bytes]:
+        """Every blob reached, once: raw digests joined, and their sizes, u64 packed."""
+        firsts = self._blobs().firsts()
+        return chosen(b"".join(self._digests), firsts), chosen(b"".join(self._sizes), firsts, each=8)
 
-    def credit(self, joined: bytes) -> Iterator[tuple[str, int, int]]:
-        """Of the blobs in ``joined`` that were reached: (reason, objects, bytes) for each reason."""
-        _, sizes, reasons = self._blobs()
-        found = self._found(joined)
-        found = found[found >= 0]
-        for at, reason in enumerate(dict.fromkeys(self._reasons)):
-            mine = found[reasons[found] == at]
-            if len(mine):
-                yield reason, len(mine), int(sizes[mine].sum())
+    def credit(self, listed: DigestSet) -> dict[str, tuple[int, int]]:
+        """Of the blobs reached that are listed, each once: reason → (objects, bytes)."""
+        counted = both(self._blobs().firsts(), listed.mask(b"".join(self._digests)))
+        credit: dict[str, tuple[int, int]] = {}
+        at = 0
+        for joined, sizes, reason in zip(self._digests, self._sizes, self._reasons, strict=True):
+            mine = counted[at : at + len(joined) // DIGEST_BYTES]
+            at += len(mine)
+            if 1 in mine:
+                objects, size = credit.get(reason, (0, 0))
+                credit[reason] = (objects + mine.count(1), size + total(sizes, mine))
+        return credit
 
-    def _found(self, joined: bytes) -> NDArray[np.int64]:
-        """``find`` in the blobs; of a whole listing it is asked for more than once."""
-        table = self._blobs()[0]
-        if self._last is None or self._last[0] is not joined or self._last[1] is not table:
-            self._last = (joined, table, table.find(joined))
-        return self._last[2]
-
-    def _blobs(self) -> tuple[DigestTable, NDArray[np.uint64], NDArray[np.int64]]:
-        if self._table is None:
-            table = DigestTable(b"".join(self._digests))
-            number = {reason: at for at, reason in enumerate(dict.fromkeys(self._reasons))}
-            sizes = np.concatenate([np.zeros(0, np.uint64), *self._sizes])
-            counts = [len(each) for each in self._sizes]
-            reasons = np.repeat(np.array([number[each] for each in self._reasons], np.int64), counts)
-            self._table = (table, sizes[table.first], reasons[table.first])
-        return self._table
+    def _blobs(self) -> DigestSet:
+        if self._set is None:
+            self._set = DigestSet(b"".join(self._digests))
+        return self._set
 
     def _visit(self, digest: Digest, kind: str, body: bytes, reason: str) -> None:
         """What it refers to first, then itself: an object is only met once everything below it is."""
@@ -277,7 +200,7 @@ class Reach:
                 self._page(leaf, reason)
         elif kind == "leaf":
             page = LeafPage.decode(body)
-            self.add_blobs(b"".join(page.blobs), np.frombuffer(b"".join(page.sizes), "<u8"), reason)
+            self.add_blobs(b"".join(page.blobs), b"".join(page.sizes), reason)
         elif kind == "rows-root":
             for page_digest in all_digests(RowsRoot.decode(body).pages):
                 self._unread(page_digest, "rows", reason)
@@ -291,7 +214,7 @@ class Reach:
         if rows is not None:
             self._page(rows, reason)
         for constant in snapshot.constants:
-            self.add_blobs(constant.blob.raw, np.array([constant.size], np.uint64), reason)
+            self.add_blobs(constant.blob.raw, pack_u64([constant.size]), reason)
 
     def _page(self, digest: Digest, reason: str) -> None:
         if not self.met(digest):

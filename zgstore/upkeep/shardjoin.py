@@ -5,22 +5,19 @@ Shapes: N shards of the opened pages of one side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, compress
+from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from zgstore.format.digest import DIGEST_BYTES
-from zgstore.format.fields import all_digests, all_u64, raw_digests
+from zgstore.format.fields import all_digests, all_u64, pack_u64, raw_digests
 from zgstore.format.manifest import Snapshot
 from zgstore.format.pages import RootPage
 from zgstore.storage.store import Store
-from zgstore.upkeep.reachability import DigestTable
+from zgstore.upkeep.digestsets import DigestSet, both, inverse, total
 
-Numbers = NDArray[np.int64]
-Sizes = NDArray[np.uint64]
-Words = NDArray[np.uint64]
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +57,29 @@ def join(store: Store, a: Snapshot, b: Snapshot) -> Joined:
     shared = _shared_leaves(a, b, *roots)
     left, right = (_opened(store, snapshot, root, shared) for snapshot, root in zip((a, b), roots, strict=True))
     same_shards, shared_bytes = _sums(roots[0], shared)
-    with_inputs, rest_a, rest_b = _paired(_ranked(left.inputs, right.inputs))
-    by_place, alone_a, alone_b = _paired((left.places[rest_a], right.places[rest_b]))
-    meet_a = np.concatenate([with_inputs[0], rest_a[by_place[0]]])
-    meet_b = np.concatenate([with_inputs[1], rest_b[by_place[1]]])
-    equal_inputs = np.arange(len(meet_a)) < len(with_inputs[0])
-    differs = np.zeros(len(meet_a), dtype=bool)
+    met, rest_a, rest_b = _paired(left.inputs, right.inputs)
+    by_place, alone_a, alone_b = _paired([left.places[at] for at in rest_a], [right.places[at] for at in rest_b])
+    met_by_inputs = len(met)
+    met += [(rest_a[at], rest_b[to]) for at, to in by_place]
+    differing: set[int] = set()
     unequal = set()
     for name in left.blobs.keys() & right.blobs.keys():
-        here = np.any(_words(left.blobs[name])[meet_a] != _words(right.blobs[name])[meet_b], axis=1)
-        differs |= here
-        if here.any():
+        mine, theirs = left.blobs[name], right.blobs[name]
+        here = [at for at, (here, there) in enumerate(met) if mine[here] != theirs[there]]
+        differing.update(here)
+        if here:
             unequal.add(name)
-    same = int((equal_inputs & ~differs).sum())
-    both, only_a, only_b = _bytes(left, right)
+    conflicts = sum(at < met_by_inputs for at in differing)
+    same = met_by_inputs - conflicts
+    in_both, only_a, only_b = _bytes(left, right)
     return Joined(
         added=len(alone_b),
         removed=len(alone_a),
         same=same_shards + same,
-        changed=len(meet_a) - same,
-        conflicts=int((equal_inputs & differs).sum()),
+        changed=len(met) - same,
+        conflicts=conflicts,
         unequal=frozenset(unequal),
-        shared_bytes=shared_bytes + both,
+        shared_bytes=shared_bytes + in_both,
         only_a_bytes=only_a,
         only_b_bytes=only_b,
     )
@@ -92,18 +90,18 @@ class _Opened:
     """The opened pages of one side, field by field.
 
     Args:
-        places: Which shard of the snapshot each is, int64 ``[N]``.
-        inputs: Digests of their inputs, joined.
-        blobs: By column, digests joined.
-        sizes: By column, bytes of each, u64 ``[N]``; then the constants'.
-        constants: Digests of the constants, joined.
+        places: Which shard of the snapshot each is ``[N]``.
+        inputs: Digests of their inputs ``[N]``.
+        blobs: By column, digests ``[N]``.
+        all_blobs: Digests of all columns' blobs, then of the constants, joined.
+        all_sizes: Their sizes, u64, packed.
     """
 
-    places: Numbers
-    inputs: bytes
-    blobs: Mapping[str, bytes]
-    sizes: Sizes
-    constants: bytes
+    places: Sequence[int]
+    inputs: Sequence[bytes]
+    blobs: Mapping[str, Sequence[bytes]]
+    all_blobs: bytes
+    all_sizes: bytes
 
 
 def _shared_leaves(a: Snapshot, b: Snapshot, root_a: RootPage, root_b: RootPage) -> frozenset[bytes]:
@@ -115,62 +113,52 @@ def _shared_leaves(a: Snapshot, b: Snapshot, root_a: RootPage, root_b: RootPage)
 
 def _sums(root: RootPage, leaves: frozenset[bytes]) -> tuple[int, int]:
     """Shards and bytes of the leaves, as their root says."""
-    counted = np.array([leaf in leaves for leaf in raw_digests(root.leaves)], dtype=bool)
-    shards = np.array(all_u64(root.shards), dtype=np.uint64)[counted]
-    sizes = [np.frombuffer(column, "<u8")[counted].sum() for column in root.column_bytes]
-    return int(shards.sum()), sum(int(size) for size in sizes)
+    counted = [leaf in leaves for leaf in raw_digests(root.leaves)]
+    sizes = (sum(compress(all_u64(column), counted)) for column in root.column_bytes)
+    return sum(compress(all_u64(root.shards), counted)), sum(sizes)
 
 
 def _opened(store: Store, snapshot: Snapshot, root: RootPage, shared: frozenset[bytes]) -> _Opened:
-    places, pages, first = [np.empty(0, np.int64)], [], 0
+    places: list[int] = []
+    pages, first = [], 0
     for leaf, shards in zip(all_digests(root.leaves), all_u64(root.shards), strict=True):
         if leaf.raw not in shared:
             pages.append(store.leaf(leaf))
-            places.append(np.arange(first, first + shards))
+            places += range(first, first + shards)
         first += shards
-    sizes = b"".join(page.sizes[at] for at in range(len(snapshot.columns)) for page in pages)
-    constants = [constant.size for constant in snapshot.constants]
+    columns = range(len(snapshot.columns))
+    blobs = [b"".join(page.blobs[at] for page in pages) for at in columns]
+    sizes = [b"".join(page.sizes[at] for page in pages) for at in columns]
     return _Opened(
-        places=np.concatenate(places),
-        inputs=b"".join(page.inputs for page in pages),
-        blobs={column.name: b"".join(page.blobs[at] for page in pages) for at, column in enumerate(snapshot.columns)},
-        sizes=np.concatenate([np.frombuffer(sizes, "<u8"), np.array(constants, dtype=np.uint64)]),
-        constants=b"".join(constant.blob.raw for constant in snapshot.constants),
+        places=places,
+        inputs=list(raw_digests(b"".join(page.inputs for page in pages))),
+        blobs={column.name: list(raw_digests(blobs[at])) for at, column in enumerate(snapshot.columns)},
+        all_blobs=b"".join([*blobs, *(constant.blob.raw for constant in snapshot.constants)]),
+        all_sizes=b"".join([*sizes, pack_u64([constant.size for constant in snapshot.constants])]),
     )
 
 
-def _words(joined: bytes) -> Words:
-    return np.frombuffer(joined, "<u8").reshape(-1, DIGEST_BYTES // 8)
-
-
-def _ranked(a: bytes, b: bytes) -> tuple[Numbers, Numbers]:
-    """A number for each digest, equal where digest and occurrence are: the n-th of equal ones meets the n-th."""
-    table = DigestTable(a + b)
-    most = (len(a) + len(b)) // DIGEST_BYTES + 1
-    ranked = []
-    for joined in (a, b):
-        found = table.find(joined)
-        order = np.argsort(found, kind="stable")
-        ordered = found[order]
-        begins = np.searchsorted(ordered, ordered)
-        rank = np.empty(len(found), np.int64)
-        rank[order] = np.arange(len(found)) - begins
-        ranked.append(found * most + rank)
-    return ranked[0], ranked[1]
-
-
-def _paired(keys: tuple[Numbers, Numbers]) -> tuple[tuple[Numbers, Numbers], Numbers, Numbers]:
-    """Where distinct keys stand on both sides, and what stands on one alone; ascending in a."""
-    _, at_a, at_b = np.intersect1d(*keys, assume_unique=True, return_indices=True)
-    order = np.argsort(at_a)
-    alone_a = np.setdiff1d(np.arange(len(keys[0])), at_a, assume_unique=True)
-    alone_b = np.setdiff1d(np.arange(len(keys[1])), at_b, assume_unique=True)
-    return (at_a[order], at_b[order]), alone_a, alone_b
+def _paired(a: Sequence[Key], b: Sequence[Key]) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    """Where equal keys stand on both sides, the n-th with the n-th, and what stands on one alone; ascending in a."""
+    waiting: defaultdict[Key, deque[int]] = defaultdict(deque)
+    for at, key in enumerate(b):
+        waiting[key].append(at)
+    pairs, alone = [], []
+    for at, key in enumerate(a):
+        if waiting[key]:
+            pairs.append((at, waiting[key].popleft()))
+        else:
+            alone.append(at)
+    return pairs, alone, sorted(chain.from_iterable(waiting.values()))
 
 
 def _bytes(a: _Opened, b: _Opened) -> tuple[int, int, int]:
     """Bytes of blobs that both have, of a alone, of b alone; each blob once."""
-    tables = [DigestTable(b"".join([*each.blobs.values(), each.constants])) for each in (a, b)]
-    sizes = [each.sizes[table.first] for each, table in zip((a, b), tables, strict=True)]
-    in_b, in_a = tables[1].has(tables[0].raw()), tables[0].has(tables[1].raw())
-    return int(sizes[0][in_b].sum()), int(sizes[0][~in_b].sum()), int(sizes[1][~in_a].sum())
+    set_a, set_b = DigestSet(a.all_blobs), DigestSet(b.all_blobs)
+    firsts_a, firsts_b = set_a.firsts(), set_b.firsts()
+    shared, only_b = set_b.mask(a.all_blobs), inverse(set_a.mask(b.all_blobs))
+    return (
+        total(a.all_sizes, both(firsts_a, shared)),
+        total(a.all_sizes, both(firsts_a, inverse(shared))),
+        total(b.all_sizes, both(firsts_b, only_b)),
+    )

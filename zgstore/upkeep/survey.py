@@ -16,7 +16,8 @@ from zgstore.format.pages import Dropped, LeafPage, RootPage, RowsPage, RowsRoot
 from zgstore.storage import partials
 from zgstore.storage.objects import Stat
 from zgstore.storage.store import Store
-from zgstore.upkeep.reachability import DigestTable, Retention, log_of
+from zgstore.upkeep.digestsets import DigestSet
+from zgstore.upkeep.reachability import Retention, log_of
 
 Page = TypeVar("Page", Snapshot, RootPage, LeafPage, Dropped, RowsRoot, RowsPage, Record)
 
@@ -86,7 +87,7 @@ class _Table:
     snapshot: Snapshot
     parts: frozenset[str] | None
     leaves: list[Digest]
-    blobs: DigestTable | None = None
+    blobs: DigestSet | None = None
 
 
 #: What was read and found right: digest, family, and the file's stamp from before it was read.
@@ -323,8 +324,8 @@ class Survey:
             if table.blobs is None:  # needed only where something is wrong; then perhaps for every blob
                 leaves = (self._read[leaf] for leaf in table.leaves)
                 constants = [constant.blob.raw for constant in table.snapshot.constants]
-                table.blobs = DigestTable(b"".join([*constants, *(blobs for leaf in leaves for blobs in leaf.blobs)]))
-            if table.blobs.has(digest.raw)[0]:
+                table.blobs = DigestSet(b"".join([*constants, *(blobs for leaf in leaves for blobs in leaf.blobs)]))
+            if digest.raw in table.blobs:
                 users.add(table.digest)
         return users
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from operator import gt
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-
-import numpy as np
 
 from zgstore.errors import Busy, Corrupt, Invalid, Missing, NoSpace, Transient, ZgError
 from zgstore.format.blobheader import ALIGNMENT, BlobHeader, check_layout, lay_out, read_header
@@ -316,8 +316,8 @@ def _check_header(header: BlobHeader, wanted: Wanted, *, what: str) -> str:
 
 
 def _broken_offsets(packed: bytes, tokens: int) -> str:
-    offsets = np.frombuffer(packed, "<i8")
-    if offsets[0] != 0 or offsets[-1] != tokens or np.any(offsets[1:] < offsets[:-1]):
+    offsets = struct.unpack(f"<{len(packed) // 8}q", packed)
+    if offsets[0] != 0 or offsets[-1] != tokens or any(map(gt, offsets, offsets[1:])):
         return f"its offsets do not rise from 0 to its {tokens} tokens"
     return ""
 
