@@ -31,12 +31,13 @@ from zgtrain.ledger import Log
 from zgtrain.optimizing import make_optimizer
 from zgtrain.ranks import Ranks
 from zgtrain.sharded import newest
-from zgtrain.source import CACHED, LIVE, Source, cached, following, live
+from zgtrain.source import CACHED, LIVE, Source, cached, following, interrupted, live
 from zgtrain.trainer import train_block
 
 CHECKPOINT, REPORT = "checkpoint.pt", "report.json"
 NOT_READ: Final = ("id", "start")
 _PRIVATE: Final = "private.json"
+_LOOK_SECONDS: Final = 0.1
 
 
 class _Seen(NamedTuple):
@@ -54,6 +55,7 @@ def run(
     device: str | None = None,
     source: str = CACHED,
     follow: str | bool = False,
+    patience_seconds: float = 0.0,
     fresh: bool = False,
     stop: Callable[[], bool] | None = None,
     progress: Log | None = None,
@@ -66,6 +68,7 @@ def run(
         device: Where; default CUDA if there is one.
         source: ``cached`` or ``live``.
         follow: The UUID of a build that grows beside; True: the one that grows in the job's store now.
+        patience_seconds: With ``follow=True``: how long to wait for a build to begin.
         fresh: Begin anew.
         stop: Asked before each step whether to save and end.
         progress: Called with each line of the log.
@@ -76,13 +79,15 @@ def run(
     Raises:
         zgstore.Refused: if the lock file, the snapshot, a checkpoint or a neighbour's parameters do not belong.
         zgstore.Busy: if another process trains this block.
+        zgstore.Interrupted: if asked to stop, or if the build that is followed ended unpublished; the state is saved.
         zgstore.ZgError: what `train_block` raises; a damaged shard with the command that mends it.
     """
     began = time.perf_counter()
     store = zgstore.Store.open(job.snapshot.store)
     folder = job.folder(block)
+    build = growing_build(store, patience_seconds=patience_seconds, stop=stop) if follow is True else follow or ""
     with alone(folder, block), mending(job), open_source(
-        job, store, block, kind=source, follow=follow, devices=[device] if device else []
+        job, store, block, kind=source, build=build, devices=[device] if device else []
     ) as data:  # fmt: skip
         ranks = Ranks.here()
         if fresh and ranks.rank == 0:
@@ -232,18 +237,17 @@ def resolve_snapshot(job: Job, store: zgstore.Store) -> zgstore.Digest:
 
 @contextmanager
 def open_source(
-    job: Job, store: zgstore.Store, block: int, *, kind: str = CACHED, follow: str | bool = False,
+    job: Job, store: zgstore.Store, block: int, *, kind: str = CACHED, build: str = "",
     devices: Sequence[str] = (),
 ) -> Iterator[Source]:  # fmt: skip
-    """A block's source, closed at the end.
+    """A block's source, closed at the end; with the UUID of a build, that build as it grows.
 
     Raises:
         zgstore.Invalid: if there is no such block, or live targets have no recipe.
     """
     if kind not in {CACHED, LIVE}:
         raise zgstore.Invalid(f"there is no source {kind!r}", hint="cached or live")
-    if follow:
-        build = follow if isinstance(follow, str) else growing_build(store)
+    if build:
         found = store.memos.build(build)
         columns: Sequence[zgstore.Column] = () if found is None else found.columns
         source, target = _pair(job, boundaries_among(job, columns), block)
@@ -265,17 +269,32 @@ def open_source(
         yield opened
 
 
-def growing_build(store: zgstore.Store) -> str:
-    """The UUID of the build that grows in a store now.
+def growing_build(
+    store: zgstore.Store, *, patience_seconds: float = 0.0, stop: Callable[[], bool] | None = None
+) -> str:
+    """The UUID of the build that grows in a store now; where none does, one that begins while patience lasts.
 
     Raises:
         zgstore.NotFound: if none does.
+        zgstore.Interrupted: if asked to stop while waiting.
     """
-    alive = {lease.uuid for lease in store.leases.all() if lease.alive}
-    found = [uuid for uuid in store.memos.builds() if uuid in alive]
-    if not found:
-        raise zgstore.NotFound("no build grows in the store", hint="start `zgstore build` first, or leave --follow out")
+    give_up = time.monotonic() + patience_seconds
+    while not (found := _growing(store)):
+        if stop is not None and stop():
+            raise interrupted()
+        if time.monotonic() >= give_up:
+            raise zgstore.NotFound(
+                "no build grows in the store",
+                hint="start `zgstore build RECIPE` (--wait 5m waits for it), or leave --follow out: what a build "
+                "published is there to be read",
+            )
+        time.sleep(_LOOK_SECONDS)
     return found[-1]
+
+
+def _growing(store: zgstore.Store) -> list[str]:
+    alive = {lease.uuid for lease in store.leases.all() if lease.alive}
+    return [uuid for uuid in store.memos.builds() if uuid in alive]
 
 
 def boundaries_of(job: Job, store: zgstore.Store, data: Source | None = None) -> list[str]:
@@ -415,10 +434,13 @@ def alone(folder: Path, block: int) -> Iterator[None]:
 
 @contextmanager
 def mending(job: Job) -> Iterator[None]:
-    """A damaged shard is named with the command that mends it here."""
+    """A damaged shard, or a build that died, is named with the command that mends it here."""
     try:
         yield
-    except (zgstore.Corrupt, zgstore.Missing) as error:
-        here = f"--recipe {job.snapshot.recipe or 'RECIPE'} --store {job.snapshot.store}"
-        error.hint = error.hint.replace("--recipe RECIPE", here) + "; then run the block again: it resumes"
+    except zgstore.ZgError as error:
+        recipe, store = job.snapshot.recipe or "RECIPE", f"--store {job.snapshot.store}"
+        for named in ("--recipe RECIPE", "`zgstore build RECIPE"):
+            error.hint = error.hint.replace(named, f"{named.replace('RECIPE', str(recipe))} {store}")
+        if isinstance(error, zgstore.Corrupt | zgstore.Missing):
+            error.hint += "; then run the block again: it resumes"
         raise

@@ -200,11 +200,20 @@ def test_a_sampler_follows_in_stored_order_and_shuffles_once_it_is_published(gro
     reader.close()
 
 
+def impatient(reader, rows):
+    """Wait, and look after other things all the time."""
+    while not reader.wait(rows, timeout_seconds=0.01):
+        pass
+
+
 def test_a_build_that_ended_unpublished_is_said_and_not_waited_for(growing):
     growing.shard(0, 4)
     with follow(growing.store, growing.uuid) as reader:
         growing.end()
-        with pytest.raises(Interrupted, match="4 rows"):
+        with pytest.raises(Interrupted, match="4 rows") as caught:
             reader.wait(5)
+        assert "`zgstore build RECIPE` resumes it" in caught.value.hint
+    with follow(growing.store, growing.uuid) as reader, pytest.raises(Interrupted, match="4 rows"):
+        impatient(reader, 5)
     with pytest.raises(NotFound):
         follow(growing.store, "00000000-0000-0000-0000-000000000000")

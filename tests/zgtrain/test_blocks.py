@@ -34,27 +34,6 @@ def _own_import_path(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-@pytest.mark.parametrize(
-    ("kind", "train"),
-    [("plain", ""), ("llama", 'order = "sequential-first"'), ("qwen2", ""), ("gpt2", 'loss = "cosine"')],
-)
-def test_cached_and_live_end_in_the_same_state_shuffled_too(tmp_path, kind, train):
-    if kind != "plain":
-        pytest.importorskip("transformers")
-    path = make_job(tmp_path, kind=kind, ragged=True, storage='dtype = "bfloat16"', train=train)
-    job, _, snapshot = built(path)
-    for block in (0, 1) if kind == "plain" else (1,):
-        stored = run(job, block=block)
-        again = run(load_job(path, ["output=live"]), block=block, source="live")
-        assert again.state_digest == stored.state_digest != stored.initial_digest
-        assert again.last_window_mean_loss == stored.last_window_mean_loss
-        assert (stored.targets, again.targets) == ("cached", "live")
-        assert stored.snapshot == again.snapshot == snapshot
-        assert stored.job == again.job
-        assert stored.live_teacher_parameters < again.live_teacher_parameters
-        assert again.bytes_read < stored.bytes_read
-
-
 def test_following_a_build_ends_in_the_state_of_the_cached_job_and_only_then(tmp_path):
     slow = CODE.replace(
         "        x = self.embed(input_ids)", "        import time; time.sleep(0.05)\n        x = self.embed(input_ids)"

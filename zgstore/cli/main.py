@@ -74,3 +74,6 @@ def everywhere(
 
 PROGRAM: Final = Program("zgstore", app, valued=("--store", "--wait"))
 main, run = PROGRAM.main, PROGRAM.run
+
+if __name__ == "__main__":
+    run()

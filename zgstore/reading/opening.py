@@ -124,13 +124,14 @@ class Follower(Reader):
         self._names = list(names)
         self._verify_open = verify == "open"
         self._seen_bytes = 0
+        self._look_again = time.monotonic() + _ALIVE_SECONDS
         self.done = done
 
     def __reduce__(self) -> tuple[Any, ...]:
         return plain_reader, (self.__getstate__(),)
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = {"_store", "_lease", "_names", "_verify_open", "_seen_bytes", "done"}
+        mine = {"_store", "_lease", "_names", "_verify_open", "_seen_bytes", "_look_again", "done"}
         return {name: value for name, value in super().__getstate__().items() if name not in mine}
 
     def refresh(self) -> int:
@@ -156,6 +157,8 @@ class Follower(Reader):
     def wait(self, rows: int, *, timeout_seconds: float | None = None) -> bool:
         """Wait until there are ``rows`` rows, or the build is published.
 
+        Each second of waiting, in one call or in many short ones, the builder is seen to live.
+
         Args:
             rows: How many are needed.
             timeout_seconds: How long at most; None for as long as the build lives.
@@ -167,13 +170,12 @@ class Follower(Reader):
             Interrupted: if the build ended without being published; rerunning it resumes it.
         """
         give_up = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        look = time.monotonic() + _ALIVE_SECONDS
         while self.refresh() < rows and not self.done:
             now = time.monotonic()
             if give_up is not None and now >= give_up:
                 break
-            if now >= look:
-                look = now + _ALIVE_SECONDS
+            if now >= self._look_again:
+                self._look_again = now + _ALIVE_SECONDS
                 self._see_it_lives(rows)
             time.sleep(_LOOK_SECONDS)
         return len(self) >= rows
@@ -184,7 +186,7 @@ class Follower(Reader):
         if self.refresh() < rows and not self.done:  # what it did last, before it ended
             raise Interrupted(
                 f"the build {self.build} ended after {len(self)} rows and was not published",
-                hint="run the same `zgstore build` again: it resumes; then follow that build",
+                hint="`zgstore build RECIPE` resumes it: start it, then follow that build",
                 build=self.build,
                 rows=len(self),
             )

@@ -51,7 +51,8 @@ def everywhere(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks.")] = False,
     wait: Annotated[
-        str | None, typer.Option(help="Wait that long for a busy block or store: 30s, 10m, 2h.", metavar="DUR")
+        str | None,
+        typer.Option(help="Wait that long for a busy block or store, or a build: 30s, 10m, 2h.", metavar="DUR"),
     ] = None,
     version: Annotated[  # noqa: ARG001 - its callback has printed it
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)

@@ -61,6 +61,7 @@ def run(
             device=device,
             source=source,
             follow=build or follow,
+            patience_seconds=session.options.wait_seconds,
             fresh=fresh,
             stop=lambda: session.stopping,
             progress=line,
