@@ -103,12 +103,14 @@ class Objective:
         per_token: The boundary loss; None: a function of the context too is ``custom``.
         custom: ``(prediction, target, context) -> [N, T]`` in place of ``per_token``.
         interface: The last boundary → logits, frozen; for the token terms.
+        boundary: The target's column, which ``custom`` finds in its context under this name.
     """
 
     weights: Mapping[str, float]
     per_token: PerToken | None
     custom: Callable[[Tensor, Tensor, Context], Tensor] | None = None
     interface: nn.Module | None = None
+    boundary: str = ""
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, int]:
         """What each term is to be divided by: of a step's micro-batches in host memory, before anything runs."""
@@ -129,7 +131,7 @@ class Objective:
         sums = {}
         if BOUNDARY in self.weights:
             if self.custom is not None:
-                values = _checked(self.custom(prediction, target, context), prediction)
+                values = _checked(self.custom(prediction, target, {**context, "boundary": self.boundary}), prediction)
             else:
                 assert self.per_token is not None
                 values = self.per_token(prediction, target)
@@ -159,13 +161,17 @@ class Objective:
 
 
 def make_objective(
-    loss: LossSpec | str | Callable[..., Tensor] | None = None, interface: nn.Module | None = None
+    loss: LossSpec | str | Callable[..., Tensor] | None = None,
+    interface: nn.Module | None = None,
+    *,
+    boundary: str = "",
 ) -> Objective:
     """An objective of what a job, or a caller, says.
 
     Args:
         loss: A spec; a name; or a function ``(prediction, target, context) -> each token's loss``.
         interface: Frozen here.
+        boundary: The target's column, for a function.
 
     Raises:
         zgstore.Invalid: for an unknown name, no weight at all, or token terms without an interface.
@@ -191,7 +197,7 @@ def make_objective(
         )
     if interface is not None:
         interface.requires_grad_(requires_grad=False).eval()
-    return Objective(weights, BOUNDARY_LOSSES.get(spec.name), custom, interface)
+    return Objective(weights, BOUNDARY_LOSSES.get(spec.name), custom, interface, boundary)
 
 
 def _checked(values: Any, prediction: Tensor) -> Tensor:

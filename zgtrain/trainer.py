@@ -121,7 +121,7 @@ def train_block(
     schedule = ScheduleSpec(schedule) if isinstance(schedule, str) else schedule
     forward = forward or _without_mask
     block.to(place).train()
-    objective = make_objective(loss, None if interface is None else interface.to(place))
+    objective = make_objective(loss, None if interface is None else interface.to(place), boundary=data.target)
     parameters = _trained(block)
     optimizer = optimizer or make_optimizer(OptimizerSpec(), parameters)
     backward = METHODS[gradient]
