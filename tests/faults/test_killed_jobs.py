@@ -6,6 +6,7 @@ killed by its parent at a moment that nobody chose.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -16,16 +17,20 @@ import pytest
 
 HERE = Path(__file__).parent
 PROGRAM = """
-import json, os, random, signal, sys, time
+import gc, json, os, random, shutil, signal, sys, time
 
 import torch
 
 torch.set_num_threads(1)
 import zgstore
-import zgtrain.blocks  # what the children share
+import zgtrain.blocks
 from zgtrain.job import load_job
 
-torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()  # what torch loads late
+# What the children share: all that is loaded late, and counted as nobody's parameter.
+torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()
+public = [getattr(zgstore, name) for name in zgstore.__all__]
+gc.collect()
+gc.freeze()
 
 
 def child(job, block, *, at=None, by=None):
@@ -59,13 +64,21 @@ def report(job, block):
     return {key: value[key] for key in keys}
 
 
+def neighbour(job):
+    return [[str(each), each.stat().st_mtime_ns, each.read_bytes()] for each in sorted(job.folder(0).iterdir())]
+
+
 def at_each_step(path, ways):
+    first = load_job(path, ["output=first"])
+    assert wait(child(first, 0)) == 0
     results = []
     for number, (signals, workers) in enumerate(ways):
         job = load_job(path, [f"output=out{number}", f"train.workers={workers}"])
+        shutil.copytree(first.output, job.output)
+        before = neighbour(job)
         codes = [wait(child(job, 1, at=at, by=by)) for at, by in signals]
         codes.append(wait(child(job, 1)))
-        results.append({"codes": codes, **report(job, 1)})
+        results.append({"codes": codes, "untouched": neighbour(job) == before, **report(job, 1)})
     return results
 
 
@@ -92,14 +105,13 @@ from students import built, make_job  # noqa: E402
 KILL, TERM = 9, 15
 
 
-EACH = range(1, 8)
-WAYS = [
-    ([], 0),
-    ([(step, KILL) for step in EACH], 1),
-    ([(step, TERM) for step in EACH], 3),
-    ([(3, KILL)], 3),
-    ([(4, TERM), (6, KILL)], 0),
-]
+# Seven steps, three an epoch: the last batch of one is at 3 and at 6.
+ONCE = [([(step, by)], workers) for step in range(1, 8) for by in (KILL, TERM) for workers in (0, 1, 3)]
+PAIRS = itertools.product([(1, 2), (2, 3), (4, 6)], itertools.product((KILL, TERM), repeat=2))
+TWICE = [
+    ([*zip(steps, signals, strict=True)], (0, 1, 3)[number % 3]) for number, (steps, signals) in enumerate(PAIRS)
+]  # each two of steps, signals and workers meet
+WAYS = [([], 0), *ONCE, *TWICE]
 
 
 @pytest.fixture(scope="module")
@@ -115,31 +127,32 @@ def ended(job):
     """How the runs of one process ended: killed in each of the ways, and at any moment."""
     command = [sys.executable, "-c", PROGRAM, json.dumps([str(job), WAYS, 8])]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
-    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False)
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110, check=False)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)
 
 
-def without_codes(run):
-    return {name: value for name, value in run.items() if name != "codes"}
+def learned(run):
+    return {name: value for name, value in run.items() if name not in {"codes", "untouched"}}
 
 
 def test_killed_at_every_step_once_or_twice_in_an_epoch_with_any_workers_it_ends_the_same(ended):
     whole, *others = ended["each"]
     assert whole["codes"] == [0]
     for (signals, workers), other in zip(WAYS[1:], others, strict=True):
-        assert without_codes(other) == without_codes(whole), (signals, workers)
+        assert learned(other) == learned(whole), (signals, workers)
+        assert other["untouched"], (signals, workers)  # the block beside it
         # Asked to stop at the last step, there is nothing left to stop.
         expected = [-KILL if by == KILL else 130 if step < 7 else 0 for step, by in signals]
         assert other["codes"] == [*expected, 0]
 
 
 def test_killed_at_moments_that_nobody_chose_it_ends_the_same(ended):
-    assert without_codes(ended["any"]) == without_codes(ended["each"][0])
+    assert learned(ended["any"]) == learned(ended["each"][0])
     assert ended["any"]["codes"] == [0]
 
 
-def test_kills_leave_other_blocks_alone_and_a_whole_log(ended, job):
+def test_kills_leave_nothing_else_behind_and_a_whole_log(ended, job):
     folder = job.parent / "random"
     assert sorted(each.name for each in folder.iterdir()) == ["block-001", "private.json"]
     left = {each.name for each in (folder / "block-001").iterdir() if not each.name.startswith(".")}

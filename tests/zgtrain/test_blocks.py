@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import sys
 import threading
@@ -241,3 +242,49 @@ def test_a_block_is_trained_by_one_process_at_a_time(tmp_path):
     assert "pid" in caught[0].message
     with open_source(job, store, 1) as data:
         assert (data.source, data.target) == ("layers.2:in", "norm:in")
+
+
+# Eight layers, and a callback that notes the rows that it is given.
+NOTING = (
+    CODE.replace("layers=4", "layers=8")
+    + """
+
+SEEN = []
+
+
+def noting(block, source, context):
+    SEEN.append([ids[real].tolist() for ids, real in zip(context["input_ids"], context["mask"])])
+    return forward(block, source, context)
+"""
+)
+
+
+def test_the_rows_of_a_step_are_the_same_for_any_partition_and_codec(tmp_path):
+    def at(*layers):
+        return [f"layers.{layer}:in" for layer in layers] + ["norm:in"]
+
+    path = make_job(tmp_path, ragged=True, rows=22, boundaries=at(0, 4), code=NOTING, train="steps = 13")
+    path.write_text(path.read_text().replace(":forward", ":noting"))
+    job, store, _ = built(path)
+    text, points = job.snapshot.recipe.read_text(), json.dumps(at(0, 4))
+    codec = '[storage.columns."layers.4:in"]\ncodec = "int8"\n'
+    for name, layers, more in [("b4", (0, 2, 4, 6), ""), ("b8", range(8), ""), ("int8", (0, 4), codec)]:
+        recipe = tmp_path / f"{name}.toml"
+        recipe.write_text(text.replace(points, json.dumps(at(*layers))) + more)
+        zgstore.build(store, recipe)
+    seen = sys.modules[job.student.block.text.partition(":")[0]].SEEN
+    rows, digests, data = {}, {}, set()
+    for name, blocks in {"cache": (0, 1), "b4": (3,), "b8": (7,), "int8": (1,)}.items():
+        data.add(store.snapshot(store.resolve(name)).pins.data["digest"])
+        for block in blocks:
+            seen.clear()
+            again = run(load_job(path, [f'snapshot.rev="{name}"', f"output=out-{name}"]), block=block)
+            rows[name, block], digests[name, block] = list(seen), again.state_digest
+    assert len(data) == 1
+    assert len(set(digests.values())) == len(digests)  # they learned from other columns
+    first = rows["cache", 0]
+    assert len(first) == 13
+    once, twice = ([*itertools.chain(*first[at : at + 6])] for at in (0, 6))
+    assert once != twice  # two epochs, each complete
+    assert sorted(once) == sorted(twice)
+    assert all(each == first for each in rows.values())
