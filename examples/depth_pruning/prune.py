@@ -79,7 +79,7 @@ def prepare(sets):
     job = load_job(sets)
     unpack(recipe_of(job).teacher.args["path"], SCRATCH / "teacher")
     kept("build", _build, job)
-    kept("fisher", _fisher, job)
+    kept("fisher-information", _fisher, job)
     kept("start", _start, job)
 
 

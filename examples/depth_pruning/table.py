@@ -15,7 +15,7 @@ def write(names):
     Args:
         names: Of ways, in the order of the rows.
     """
-    build, fisher, start = (result(name) for name in ("build", "fisher", "start"))
+    build, fisher, start = (result(name) for name in ("build", "fisher-information", "start"))
     if not (build and fisher and start):
         raise SystemExit("there is nothing to report yet: run --part build first")
     found = {name: each for name in names if (each := result(name))}

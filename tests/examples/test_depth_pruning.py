@@ -88,5 +88,5 @@ def test_one_command_goes_from_the_teacher_to_the_table(run):
 
     said, _ = run(*(word for name in ways for word in ("--way", name)))
     assert [line for line in said.splitlines() if line.endswith(": done")] == [
-        f"{name}: done" for name in ("build", "fisher", "start", *ways)
+        f"{name}: done" for name in ("build", "fisher-information", "start", *ways)
     ]
