@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Self
@@ -29,16 +30,19 @@ class Journal:
     def __init__(self, folder: Path, spec: LogSpec, *, name: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / FILE_NAME
-        self._board = _tensorboard(folder) if spec.tensorboard else None
-        self._run = _wandb(spec.wandb, name) if spec.wandb is not None else None
+        self._begin_board = _tensorboard(folder) if spec.tensorboard else None
+        self._board: Any = None
+        self._run = _wandb(spec.wandb, folder, name) if spec.wandb is not None else None
         self._file: IO[str] | None = None
 
     def __call__(self, line: Mapping[str, Any]) -> None:
         """Write one line: ``step``, and numbers by name.
 
-        The first one drops what the file has from that step on: the end of a run whose state was lost.
+        The first one drops what is there from that step on: the end of a run whose state was lost.
         """
         if self._file is None:
+            if self._begin_board is not None:
+                self._board = self._begin_board(purge_step=line["step"])
             kept = [each for each in read_lines(self._path) if each["step"] < line["step"]]
             self._path.write_text("".join(json.dumps(each) + "\n" for each in kept), encoding="utf-8")
             self._file = self._path.open("a", encoding="utf-8")
@@ -84,17 +88,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _tensorboard(folder: Path) -> Any:
+def _tensorboard(folder: Path) -> Callable[..., Any]:
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 — heavy, and optional
     except ImportError as error:
         raise zgstore.Invalid("log.tensorboard needs tensorboard", hint="pip install tensorboard") from error
-    return SummaryWriter(str(folder / "tensorboard"))
+    return partial(SummaryWriter, str(folder / "tensorboard"))
 
 
-def _wandb(options: Mapping[str, Any], name: str) -> Any:
+def _wandb(options: Mapping[str, Any], folder: Path, name: str) -> Any:
     try:
         wandb = import_module("wandb")
     except ImportError as error:
         raise zgstore.Invalid("log.wandb needs wandb", hint="pip install wandb") from error
-    return wandb.init(**{"name": name, **options})
+    return wandb.init(**{"name": name, "dir": str(folder), **options})

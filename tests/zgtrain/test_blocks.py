@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import sys
@@ -215,17 +214,6 @@ def test_what_there_is_none_of_is_said(tmp_path):
         run(job, block=0, follow=True)
     with pytest.raises(zgstore.Invalid, match="no column"):
         run(load_job(path, ['student.boundaries=["layers.0:in", "layers.9:in"]']), block=0)
-
-
-@pytest.mark.parametrize(("library", "asked"), [("tensorboard", "log.tensorboard=true"), ("wandb", "log.wandb={}")])
-def test_a_library_that_was_asked_for_and_is_not_there_is_named(tmp_path, library, asked):
-    if importlib.util.find_spec(library):
-        pytest.skip(f"{library} is installed")
-    path = make_job(tmp_path)
-    built(path)
-    with pytest.raises(zgstore.Invalid, match=library) as caught:
-        run(load_job(path, [asked]), block=0)
-    assert caught.value.hint == f"pip install {library}"
 
 
 def test_a_block_is_trained_by_one_process_at_a_time(tmp_path):
