@@ -58,8 +58,9 @@ def assemble(job: Job, output: Path | str | None = None) -> Assembled:
 
     Args:
         job: All of its blocks are trained.
-        output: A directory to write: ``save_pretrained`` of a student that has it, else ``model.safetensors``; and
-            ``zgtrain.json``. One that an earlier assembly wrote is replaced.
+        output: A directory to write: ``save_pretrained`` of a student that has it, else ``model.safetensors``; what
+            its ``save_beside`` writes, if it has that; and ``zgtrain.json``. One that an earlier assembly wrote is
+            replaced.
 
     Raises:
         zgstore.NotFound: if a block is not trained to its end.
@@ -274,6 +275,9 @@ def _write(student: nn.Module, manifest: Mapping[str, Any], place: Path) -> None
             from safetensors.torch import save_model  # noqa: PLC0415 - only where it is needed
 
             save_model(student, str(new / WEIGHTS))
+        beside: Any = getattr(student, "save_beside", None)
+        if beside is not None:
+            beside(new)
         files = {
             str(path.relative_to(new)): str(zgstore.digest_of(None, path.read_bytes()))
             for path in sorted(new.rglob("*"))

@@ -8,6 +8,7 @@ Models and tokenizers are named by where they lie, never by a hub's name: a fold
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ from zgtrain.decoder import (
     whole_model,
 )
 from zgtrain.heldout import heldout, prompts
-from zgtrain.pretrained import ModelPlace, find_model, load_config, load_tokenizer, loading
+from zgtrain.pretrained import ModelPlace, find_model, load_config, loading, save_tokenizer
 from zgtrain.texts import chat_batches, text_batches
 
 __all__ = [
@@ -117,7 +118,7 @@ def unpack(path: str, folder: str | Path) -> None:
     model: Any = teacher(path)
     model.config.use_cache = model.generation_config.use_cache = True
     with loading():
-        load_tokenizer(path).save_pretrained(folder)
+        save_tokenizer(path, folder)
         model.save_pretrained(folder)
 
 
@@ -241,7 +242,8 @@ def assemble(
 ) -> nn.Module:
     """The whole student: an ordinary ``PreTrainedModel`` in eval mode, which ``save_pretrained`` saves.
 
-    It shares the blocks' memory; embedding, norm and head are the teacher's.
+    It shares the blocks' memory; embedding, norm and head are the teacher's. Its ``save_beside(folder)`` saves the
+    teacher's tokenizer, so that `zgtrain assemble` leaves a folder that needs no other.
 
     Args:
         blocks: All of them, in depth order.
@@ -262,6 +264,7 @@ def assemble(
     model.tie_weights()
     model.config.use_cache = True
     model.generation_config = _generation(place, model)
+    model.save_beside = partial(save_tokenizer, path)
     whole: nn.Module = model.requires_grad_(requires_grad=True).eval()
     return whole
 

@@ -87,6 +87,13 @@ def load_tokenizer(path: str) -> Any:
     return kind.from_pretrained(place.folder, local_files_only=True, **place.gguf)
 
 
+def save_tokenizer(path: str, folder: str | Path) -> None:
+    """Save the tokenizer that lies beside a model, or in its GGUF file, into a folder; where there is none, nothing."""
+    place = find_model(path)
+    if place.gguf_file is not None or any(any(place.folder.glob(name)) for name in ("tokenizer*", "vocab.*")):
+        load_tokenizer(path).save_pretrained(folder)
+
+
 def dequantised(place: ModelPlace) -> dict[str, Any]:
     """The keyword that asks for a dense model where this version of transformers could keep a GGUF file's blocks."""
     import transformers  # noqa: PLC0415 — heavy, and optional

