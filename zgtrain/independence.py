@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,9 +17,12 @@ from zgtrain.ranks import is_sharded
 def leaving_gradient_bytes(loss: Tensor, block: nn.Module) -> int:
     """Bytes of gradient that a backward pass from ``loss`` would leave outside of the block's parameters.
 
-    The graph is walked to its leaves: a source that asks for a gradient, or a parameter of a neighbour, is one.
+    The graph is walked to its leaves: a source that asks for a gradient, or a parameter of a neighbour, is one. A
+    sharded parameter stands there as the whole that FSDP gathered for the forward and has let go since: there is one
+    such leaf for each, of its shape.
     """
     own = {id(parameter) for parameter in block.parameters()}
+    gathered = Counter(parameter.shape for parameter in block.parameters() if is_sharded(parameter))
     found: dict[int, int] = {}
     seen: set[Any] = set()
     todo = [loss.grad_fn]
@@ -29,6 +33,9 @@ def leaving_gradient_bytes(loss: Tensor, block: nn.Module) -> int:
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in own:
+            if gathered[leaf.shape] and not _has_values(leaf):
+                gathered[leaf.shape] -= 1
+                continue
             found[id(leaf)] = leaf.nbytes
         todo.extend(below for below, _ in node.next_functions)
     return sum(found.values())
@@ -56,7 +63,7 @@ def _alive(known: set[int]) -> int:
     return sum(each.numel() for each in found if id(each) not in known and _has_values(each))
 
 
-def _has_values(parameter: nn.Parameter) -> bool:
+def _has_values(parameter: Tensor) -> bool:
     """Not on meta, nor FSDP's place for what is gathered only while it is used."""
     if parameter.is_meta or is_sharded(parameter):
         return not parameter.is_meta

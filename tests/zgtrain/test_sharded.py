@@ -39,6 +39,7 @@ def train(folder, name, *, steps=7, stop_at=None, shard=True, replicas=1, **opti
     torch.manual_seed(3)
     block = nn.Sequential(nn.Linear(8, 13), nn.Tanh(), nn.Linear(13, 8))
     if shard and dist.is_initialized():
+        fully_shard(block[0])  # a layer that is whole only while it runs
         fully_shard(block)
     seen, losses = [], []
 
