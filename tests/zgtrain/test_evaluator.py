@@ -9,6 +9,7 @@ from pruned import make_pruned, trained
 
 import zgstore
 from zgtrain import load_job
+from zgtrain.cli.evaluate import view
 from zgtrain.evaluator import evaluate
 
 pytest.importorskip("transformers")
@@ -34,6 +35,12 @@ def test_every_gate_speaks_and_the_result_lies_beside_the_blocks(job, judged):
     assert value["ok"] is all(gate["passes"] for gate in value["gates"])
     assert value["gates"][0]["passes"]
     assert value["gates"][1]["passes"]
+
+
+def test_the_page_names_every_measure_of_every_gate(judged):
+    (gates,) = [block.rows for block in view(judged.as_value()) if getattr(block, "heads", ("",))[0] == "GATE"]
+    assert [row[0] for row in gates if row[0]] == [gate.name for gate in judged.gates]
+    assert [row[1] for row in gates] == [measure.name for gate in judged.gates for measure in gate.measures]
 
 
 def test_it_says_which_blocks_of_which_snapshot_were_judged(job, judged):

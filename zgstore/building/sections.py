@@ -60,7 +60,7 @@ class Target:
                 raise
             raise Invalid(
                 f"there is no module {error.name!r} for {self.text!r}",
-                hint=f"put it beside the recipe in {self.directory}, or install it",
+                hint=f"put it into {self.directory}, or install it",
             ) from error
         _check_origin(module_name.partition(".")[0], self.directory)
         for part in attribute.split("."):

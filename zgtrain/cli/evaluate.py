@@ -35,10 +35,11 @@ def evaluate(
 
         found = evaluator.evaluate(loaded, device=device, progress=say)
     value = found.as_value()
-    return Answer(value, _view, exit_code=int(not found.ok and not report_only))
+    return Answer(value, view, exit_code=int(not found.ok and not report_only))
 
 
-def _view(value: dict[str, Any]) -> Iterator[Block]:
+def view(value: dict[str, Any]) -> Iterator[Block]:
+    """The page of an evaluation."""
     student, teacher = value["student"], value["teacher"]
     failed = [gate["name"] for gate in value["gates"] if not gate["passes"]]
     yield Line("every gate is passed" if not failed else f"not passed: {', '.join(failed)}")
@@ -53,16 +54,16 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
     )
     yield Line("")
     yield Rows(
-        ("GATE", "NUMBER", "", "THRESHOLD", "VERDICT"),
+        ("GATE", "MEASURE", "NUMBER", "", "THRESHOLD", "VERDICT"),
         [
             (
-                gate["name"] if at == 0 else "", _number(each["number"]), each["relation"],
+                gate["name"] if at == 0 else "", each["name"], _number(each["number"]), each["relation"],
                 _number(each["threshold"]), "passed" if each["passes"] else "failed",
             )
             for gate in value["gates"]
             for at, each in enumerate(gate["measures"])
         ],
-        right=(1, 3),
+        right=(2, 4), shrink=(1,),
     )  # fmt: skip
     if value["boundaries"]:
         yield Line("")
