@@ -18,6 +18,7 @@ from zgtrain.blocks import CHECKPOINT, boundaries_of, make_block, read_report, r
 from zgtrain.checkpoint import load, restore_block, state_digest, sync_folder
 from zgtrain.job import Job
 from zgtrain.prefixes import prefix_pins
+from zgtrain.pretrained import share
 from zgtrain.sharded import gathered_state, newest
 from zgtrain.source import LIVE
 
@@ -284,6 +285,7 @@ def _write(student: nn.Module, manifest: Mapping[str, Any], place: Path) -> None
             if path.is_file()
         }
         (new / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=2) + "\n", encoding="utf-8")
+        share(new)
         for path in new.rglob("*"):
             if path.is_file():
                 _sync(path)

@@ -33,7 +33,7 @@ from zgtrain.decoder import (
     whole_model,
 )
 from zgtrain.heldout import heldout, prompts
-from zgtrain.pretrained import ModelPlace, find_model, load_config, loading, save_tokenizer
+from zgtrain.pretrained import ModelPlace, find_model, load_config, loading, save_tokenizer, share
 from zgtrain.texts import chat_batches, text_batches
 
 __all__ = [
@@ -120,6 +120,7 @@ def unpack(path: str, folder: str | Path) -> None:
     with loading():
         save_tokenizer(path, folder)
         model.save_pretrained(folder)
+    share(folder)
 
 
 # ---- the student ----

@@ -142,6 +142,13 @@ def _gguf_read_once() -> Iterator[None]:
             setattr(gguf, name, function)
 
 
+def share(folder: Path) -> None:
+    """Let a folder's files be read by whoever may read the folder: safetensors writes for its owner alone."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(folder.stat().st_mode & 0o666)
+
+
 def read_weights(place: ModelPlace, names: Sequence[str]) -> dict[str, Tensor] | None:
     """Some tensors of a folder's safetensors files, and nothing else of them.
 

@@ -48,6 +48,7 @@ def test_a_student_is_the_trained_blocks_one_after_the_other_and_its_manifest_sa
     weights = load_file(tmp_path / "student" / "model.safetensors")
     assert torch.equal(weights["1.up.weight"], made.student[1].up.weight)
     assert set(manifest["files"]) == {"model.safetensors"}
+    assert {each.stat().st_mode & 0o777 for each in (tmp_path / "student").iterdir()} == {0o644}
     again = assemble(job, tmp_path / "student")  # what an assembly wrote is replaced
     assert again.manifest["state_digest"] == made.manifest["state_digest"]
     with pytest.raises(zgstore.Invalid, match="no student of ours"):
