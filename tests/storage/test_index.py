@@ -151,14 +151,36 @@ def test_a_forked_child_uses_the_index_like_its_parent(store):
     assert store.index.stamps([DIGEST]) == [stamp()]
 
 
-def test_an_index_elsewhere_is_the_store_s_own(store, tmp_path):
+def with_its_index_in(store, folder):
     config = store.path / "zgstore.toml"
-    config.write_text(config.read_text() + f'index = "{tmp_path / "fast"}"\n')
-    moved = Store.open(store.path)
+    config.write_text(config.read_text() + f'index = "{folder}"\n')
+    return Store.open(store.path)
+
+
+def test_an_index_elsewhere_is_the_store_s_own(store, tmp_path):
+    moved = with_its_index_in(store, tmp_path / "fast")
+    moved.index.clear()
     moved.index.put_stamps([(DIGEST, stamp())])
     assert moved.index.stamps([DIGEST]) == [stamp()]
     assert list((tmp_path / "fast").iterdir()) == [tmp_path / "fast" / store.id]
     assert list((store.path / "index").iterdir()) == []
+
+
+def test_a_store_makes_no_index_elsewhere_until_it_is_asked_to(store, tmp_path):
+    (tmp_path / "fast").mkdir()
+    moved = with_its_index_in(store, tmp_path / "fast")
+    moved.index.put_stamps([(DIGEST, stamp())])
+    assert moved.index.stamps([DIGEST]) == [None]
+    assert list((tmp_path / "fast").iterdir()) == []
+
+
+def test_the_folder_of_the_index_cannot_lead_elsewhere(store, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (store.path / "index").rmdir()
+    (store.path / "index").symlink_to(tmp_path / "elsewhere")
+    store.index.put_stamps([(DIGEST, stamp())])
+    store.index.clear()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_on_a_network_file_system_the_store_s_own_index_is_not_used(store, monkeypatch):

@@ -113,7 +113,7 @@ def test_a_look_at_a_lease_in_its_first_moment_does_not_leave_it_unlocked(leases
 
 def test_on_the_same_boot_a_free_lock_is_not_enough(leases, monkeypatch):
     with leases.take("build"):
-        monkeypatch.setattr(leases_module, "_lock_is_free", lambda _folder, _uuid: True)
+        monkeypatch.setattr(leases_module, "_lock_is_free", lambda _handle: True)
         assert leases.all()[0].alive  # its process lives
         monkeypatch.setattr(leases_module, "_process_gone", lambda _pid, _start: True)
         assert not leases.all()[0].alive

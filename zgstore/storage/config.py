@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tomllib
 import uuid
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _FOLDERS: Final = (
     "leases", "tmp", "trash", "quarantine", "locks", "index",
 )  # fmt: skip
 _LOCKS: Final = ("store", "gc", "refs")
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,11 @@ def read_config(root: Path) -> Config:
         raise _bad(root, "format is no number, or requires no list")
     check_features(f"store ({root})", number, requires)
     policy, store_id, index = value.get("policy"), value.get("id"), value.get("index")
-    if policy not in POLICIES or not isinstance(store_id, str) or not isinstance(index, str | None):
+    if not isinstance(store_id, str) or not isinstance(index, str | None) or policy not in tuple(POLICIES):
         raise _bad(root, "id, policy or index")
-    return Config(store_id, policy, Path(index) / store_id if index else None)
+    if not _UUID.fullmatch(store_id) or (index is not None and not Path(index).is_absolute()):
+        raise _bad(root, "id is no UUID, or index no absolute path")  # a path is built of them
+    return Config(store_id, policy, Path(index) / store_id if index is not None else None)
 
 
 def make_store(root: Path, policy: str) -> None:

@@ -251,14 +251,10 @@ def write_file(
 
 
 def clock(root: Path) -> float:
-    """The file system's time: what it stamps a file with that is touched now; where none can be, this host's."""
+    """The file system's time: what it stamps a folder with that is touched now; where none can be, this host's."""
     with contextlib.suppress(OSError, ZgError), directory(root, "locks") as folder:
-        handle = os.open("store", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-        try:
-            os.utime(handle)
-            return os.fstat(handle).st_mtime
-        finally:
-            os.close(handle)
+        os.utime(folder)
+        return os.fstat(folder).st_mtime
     return host_time()
 
 
@@ -312,20 +308,57 @@ def listing(handle: int) -> list[str]:
 
 
 def remove_tree(dir_fd: int, name: str) -> None:
-    """Remove a file or a folder with all in it, following no link; what is gone already is no fault."""
-    try:
-        os.unlink(name, dir_fd=dir_fd)
-    except FileNotFoundError:
-        return
-    except (IsADirectoryError, PermissionError):
+    """Remove a file or a folder with all in it, following no link; what is gone already is no fault.
+
+    Folders may lie in folders without end: each is moved up into ``name`` and emptied there, so that neither
+    descriptors nor calls pile up.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        top = _unlinked_or_opened(dir_fd, name)
+        if top is None:
+            return
         try:
-            below = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
-        except FileNotFoundError:
+            while names := listing(top):
+                for each in names:
+                    _remove_level(top, each)
+        finally:
+            os.close(top)
+        os.rmdir(name, dir_fd=dir_fd)
+
+
+def _remove_level(top: int, name: str) -> None:
+    """Remove what is in ``top/name``, its own folders moved up into ``top``."""
+    with contextlib.suppress(FileNotFoundError):
+        below = _unlinked_or_opened(top, name)
+        if below is None:
             return
         try:
             for each in listing(below):
-                remove_tree(below, each)
+                inner = _unlinked_or_opened(below, each)
+                if inner is not None:
+                    os.close(inner)
+                    os.rename(each, str(uuid.uuid4()), src_dir_fd=below, dst_dir_fd=top)
         finally:
             os.close(below)
-        with contextlib.suppress(FileNotFoundError):
-            os.rmdir(name, dir_fd=dir_fd)
+        os.rmdir(name, dir_fd=top)
+
+
+def _unlinked_or_opened(dir_fd: int, name: str) -> int | None:
+    """Remove a file; a folder is opened instead, and returned."""
+    try:
+        os.unlink(name, dir_fd=dir_fd)
+    except (IsADirectoryError, PermissionError):
+        return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
+    return None
+
+
+def remove_empty(dir_fd: int, name: str, *, deep: int) -> None:
+    """Remove a folder that holds nothing but empty folders, at most ``deep`` of them in each other."""
+    with contextlib.suppress(OSError):
+        below = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
+        try:
+            for each in listing(below) if deep else ():
+                remove_empty(below, each, deep=deep - 1)
+        finally:
+            os.close(below)
+        os.rmdir(name, dir_fd=dir_fd)

@@ -84,6 +84,7 @@ class Index:
     Args:
         store: The store's path.
         folder: Where the index is; None for the store's own ``index/``, which is used on local file systems only.
+            One that is elsewhere is used where it is there: a store that came from anywhere makes no folder outside.
         dir_mode: Permissions of folders.
         file_mode: Permissions of files.
     """
@@ -91,13 +92,19 @@ class Index:
     def __init__(self, store: Path, *, folder: Path | None, dir_mode: int, file_mode: int) -> None:
         self._store = store
         self._elsewhere = folder
+        self._parts = ("lmdb-1",) if folder else ("index", "lmdb-1")
         self._dir_mode = dir_mode
         self._file_mode = file_mode
 
     @property
     def path(self) -> Path:
         """Where the tables are."""
-        return (self._elsewhere or self._store / "index") / "lmdb-1"
+        return self._root.joinpath(*self._parts)
+
+    @property
+    def _root(self) -> Path:
+        """What may be a link; nothing below it may."""
+        return self._elsewhere or self._store
 
     # -- stamps of objects -----------------------------------------------------------------------------------------
 
@@ -124,8 +131,11 @@ class Index:
         self._writing("object", [(digest, None) for digest in digests])
 
     def clear(self) -> None:
-        """Begin again, empty."""
+        """Begin again, empty. Whoever asks for that means this index: its folder is made, where it is elsewhere."""
         with contextlib.suppress(OSError, ZgError), _one_at_a_time:
+            if self._elsewhere is not None:
+                self._elsewhere.parent.mkdir(parents=True, exist_ok=True)
+                make_directory(self._elsewhere, self._dir_mode)
             self._remove()
 
     # -- digests of files outside the store ------------------------------------------------------------------------
@@ -173,9 +183,8 @@ class Index:
         if not rows or (self._elsewhere is None and on_network(self._store)):
             return
         with _one_at_a_time, contextlib.suppress(OSError, ZgError):
-            self.path.parent.parent.mkdir(parents=True, exist_ok=True)
-            make_directory(self.path.parent, self._dir_mode)
-            make_directory(self.path, self._dir_mode)
+            with directory(self._root, *self._parts, make=self._dir_mode):
+                pass
             with self._alone(exclusive=True):
                 for _attempt in range(2):
                     if not self._is_ours():
@@ -211,7 +220,7 @@ class Index:
     @contextlib.contextmanager
     def _alone(self, *, exclusive: bool) -> Iterator[None]:
         """Keep other processes out, so that the seal belongs to the data."""
-        with directory(self.path.parent, self.path.name) as folder:
+        with directory(self._root, *self._parts) as folder:
             fcntl.flock(folder, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
             yield
 
@@ -242,7 +251,7 @@ class Index:
         fresh.replace(self.path / "seal")
 
     def _remove(self) -> None:
-        with directory(self.path.parent, self.path.name) as folder:
+        with directory(self._root, *self._parts) as folder:
             for name in listing(folder):
                 remove_tree(folder, name)
 

@@ -22,14 +22,14 @@ from zgstore.errors import Corrupt, Invalid, ZgError
 from zgstore.format import canonical
 from zgstore.format.digest import DIGEST_BYTES, Digest
 from zgstore.storage import locks
-from zgstore.storage.files import READ_ONLY, clock, directory, faults, host_time, listing, read_all, write_all
+from zgstore.storage.files import READ_ONLY, clock, directory, faults, host_time, listing, open_regular, write_all
 
 TTL_SECONDS: Final = 3600
 REFRESH_SECONDS: Final = 60.0
 HEAD_BYTES: Final = 1024  # length, canonical msgpack, zeros: digests begin where they can be found even if it is torn
 WAIT_SECONDS: Final = 30.0
 LOOK_SECONDS: Final = 1.0  # beyond it, this file system's locks do not work as they should
-_MAX_LEASE_BYTES: Final = 1 << 32
+MAX_LEASE_BYTES: Final = 1 << 30  # 33 million objects: a lease is read whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,18 @@ class Lease:
         self.add_raw(b"".join(digest.raw for digest in digests))
 
     def add_raw(self, joined: bytes) -> None:
-        """The same for raw digests joined."""
+        """The same for raw digests joined.
+
+        Raises:
+            Invalid: if these are more than a lease can name.
+        """
         self._check_owner()
         with faults(f"writing the lease {self.uuid}"):
+            if os.fstat(self._handle).st_size + len(joined) > MAX_LEASE_BYTES:
+                raise Invalid(
+                    f"one lease names at most {MAX_LEASE_BYTES // DIGEST_BYTES} objects",
+                    hint="work in several parts: by columns, or with `--worker I/N`",
+                )
             write_all(self._handle, joined)
 
     def linked(self) -> bool:
@@ -214,8 +223,12 @@ class Leases:
         found = []
         with contextlib.suppress(FileNotFoundError), directory(self.root, "leases") as folder:
             for uuid in sorted(listing(folder)):
-                with contextlib.suppress(FileNotFoundError, Corrupt):
-                    found.append(self._look(folder, uuid, now))
+                handle = _opened(folder, uuid, self.root / "leases" / uuid)
+                if handle is not None:
+                    try:
+                        found.append(self._look(handle, uuid, now))
+                    finally:
+                        os.close(handle)
         return found
 
     def remove(self, uuid: str) -> None:
@@ -227,16 +240,17 @@ class Leases:
         ):
             os.unlink(uuid, dir_fd=folder)
 
-    def _look(self, folder: int, uuid: str, now: float) -> LeaseInfo:
-        path = self.root / "leases" / uuid
-        with faults(f"looking at the lease {uuid}", but_absence=True):
-            content = read_all(folder, uuid, path, limit_bytes=_MAX_LEASE_BYTES)
-            entry = os.stat(uuid, dir_fd=folder, follow_symlinks=False)
-            free = _lock_is_free(folder, uuid)
-        head = _parse_head(content)
-        age = max(0.0, now - entry.st_mtime)
-        alive = _alive(head, age, lock_free=free)
-        body = content[HEAD_BYTES:] if alive else b""
+    def _look(self, handle: int, uuid: str, now: float) -> LeaseInfo:
+        with faults(f"looking at the lease {uuid}"):
+            entry = os.fstat(handle)
+            head = _parse_head(os.pread(handle, HEAD_BYTES, 0))
+            age = max(0.0, now - entry.st_mtime)
+            alive = _alive(head, age, lock_free=_lock_is_free(handle))
+            body = b""
+            if alive:
+                if entry.st_size > MAX_LEASE_BYTES:
+                    raise _too_long(self.root / "leases" / uuid, entry.st_size)
+                body = _read_from(handle, HEAD_BYTES)
         return LeaseInfo(
             uuid=uuid,
             host=head["host"],
@@ -338,12 +352,37 @@ def _parse_head(content: bytes) -> dict[str, Any]:
     return head if fits else _TORN
 
 
-def _lock_is_free(folder: int, uuid: str) -> bool:
-    handle = os.open(uuid, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    try:
-        return locks.try_lock(handle, exclusive=False)
-    finally:
-        os.close(handle)
+def _opened(folder: int, uuid: str, path: Path) -> int | None:
+    """The lease's file; None if it is gone, or no file."""
+    with contextlib.suppress(FileNotFoundError, Corrupt), faults(f"opening the lease {uuid}", but_absence=True):
+        return open_regular(folder, uuid, path)
+    return None
+
+
+def _lock_is_free(handle: int) -> bool:
+    return locks.try_lock(handle, exclusive=False)  # given back as the file is closed
+
+
+def _read_from(handle: int, at: int) -> bytes:
+    """The rest of a file that may still grow."""
+    pieces = []
+    while piece := os.pread(handle, 1 << 20, at):
+        pieces.append(piece)
+        at += len(piece)
+        if at > MAX_LEASE_BYTES:
+            break
+    return b"".join(pieces)
+
+
+def _too_long(path: Path, size: int) -> Corrupt:
+    return Corrupt(
+        f"the lease {path} has {size} bytes, and a lease at most {MAX_LEASE_BYTES}: what it keeps is not known",
+        hint=f"see who it is with `zgstore lease ls`; when that process is gone, remove {path}",
+        object=path.name,
+        expected=f"at most {MAX_LEASE_BYTES} bytes",
+        actual=size,
+        path=str(path),
+    )
 
 
 def _alive(head: dict[str, Any], age_seconds: float, *, lock_free: bool) -> bool:

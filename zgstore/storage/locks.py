@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -50,12 +51,18 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after
 def open_owned(name: str, flags: int, *, mode: int, dir_fd: int) -> int:
     """Open a file whose descriptor no forked child keeps."""
     with _guard:
-        handle = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+        handle = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600, dir_fd=dir_fd)
         _owned.add(handle)
     with contextlib.suppress(PermissionError):  # another user of the group made it, with the right mode
-        if os.fstat(handle).st_mode & 0o777 != mode & 0o777 and flags & os.O_CREAT:
+        if os.fstat(handle).st_mode & 0o777 != mode & 0o777 and flags & os.O_CREAT and _is_ours_alone(handle):
             os.fchmod(handle, mode)
     return handle
+
+
+def _is_ours_alone(handle: int) -> bool:
+    """Whether it may be changed where it lies: another link to it may be somebody's file outside the store."""
+    entry = os.fstat(handle)
+    return stat.S_ISREG(entry.st_mode) and entry.st_nlink == 1
 
 
 def close_owned(handle: int) -> None:
@@ -116,13 +123,16 @@ def hold(root: Path, name: str, *, exclusive: bool, wait_seconds: float, mode: i
 def _sign(handle: int) -> None:
     # A full disk must not keep gc from locking: the name is a courtesy.
     with contextlib.suppress(OSError):
+        if not _is_ours_alone(handle):
+            return
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{socket.gethostname()} {os.getpid()} {time.time():.3f}\n".encode(), 0)
 
 
 def _unsign(handle: int) -> None:
     with contextlib.suppress(OSError):
-        os.ftruncate(handle, 0)
+        if _is_ours_alone(handle):
+            os.ftruncate(handle, 0)
 
 
 def _busy(handle: int, what: str) -> Busy:

@@ -19,7 +19,7 @@ from zgstore.storage.names import PREFIXES
 
 TAG_DIGITS: Final = 12
 _MAX_ACTION_BYTES: Final = 16 << 20
-_MAX_BUILD_BYTES: Final = 1 << 34
+_MAX_BUILD_BYTES: Final = 1 << 29  # 13 million blobs: it is read whole
 _ACTION = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{12})\.msgpack")
 _MEASUREMENT = re.compile(r"[0-9a-f]{64}\.msgpack")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -108,8 +108,9 @@ class Memos:
 
     def remove(self, path: Path) -> None:
         """Remove an action, a measurement or a build; what cannot be removed stays, and is a miss again."""
-        with contextlib.suppress(OSError, ZgError):
-            path.unlink()
+        *folders, name = path.relative_to(self.root).parts
+        with contextlib.suppress(OSError, ZgError), directory(self.root, *folders) as folder:
+            os.unlink(name, dir_fd=folder)
 
     # -- measurements ----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Final
 from zgstore.errors import Corrupt, Invalid
 from zgstore.format.digest import Digest
 from zgstore.storage import locks
-from zgstore.storage.files import directory, faults, listing, read_all, write_file
+from zgstore.storage.files import directory, faults, listing, read_all, remove_empty, write_file
 
 MAX_NAME_BYTES: Final = 128
 MAX_FILE_BYTES: Final = 1 << 16
@@ -112,6 +112,8 @@ class NamedFiles:
                 if not _COMPONENT.fullmatch(each):
                     continue
                 below = self.root.joinpath(*top, each)
+                if len(str(below)) - len(str(self.root)) > MAX_NAME_BYTES + 32:
+                    continue  # no name is as long, and folders may lie in folders without end
                 if below.is_dir() and not below.is_symlink():
                     yield from (f"{each}/{name}" for name in self.names((*top, each)))
                 else:
@@ -129,9 +131,9 @@ class NamedFiles:
 
     def _clear_way(self, top: tuple[str, ...], name: str) -> None:
         """Remove empty folders that stand where the file shall be."""
-        for parent, _, _ in os.walk(self.root.joinpath(*top, name), topdown=False):
-            with contextlib.suppress(OSError):
-                Path(parent).rmdir()
+        *above, last = name.split("/")
+        with contextlib.suppress(OSError, Corrupt), directory(self.root, *top, *above) as folder:
+            remove_empty(folder, last, deep=MAX_NAME_BYTES)
 
     def unlink(self, top: tuple[str, ...], name: str) -> None:
         """Remove a name's file, durably, and the folders that are empty then; one that is gone is no fault."""

@@ -69,19 +69,29 @@ class Objects(Trash):
         """Where the object lies, or would."""
         return self.root / family / digest.hex[:2] / (digest.hex + FAMILIES[family])
 
-    def open(self, digest: Digest, family: str) -> int:
+    def open(self, digest: Digest, family: str, *, size: int | None = None) -> int:
         """A close-on-exec descriptor to read the object by; the caller closes it.
+
+        Args:
+            digest: Its name.
+            family: Its family.
+            size: What its page says that it has, where that is known: one of another size need not be read to its end.
 
         Raises:
             Missing: if it is not there.
-            Corrupt: if it is not a regular file.
+            Corrupt: if it is not a regular file, or has another size.
         """
         path = self.path(digest, family)
         try:
             with faults(f"opening {path}", but_absence=True), directory(self.root, family, path.parent.name) as folder:
-                return open_regular(folder, path.name, path)
+                handle = open_regular(folder, path.name, path)
         except FileNotFoundError as error:
             raise self.missing(digest, family) from error
+        actual = os.fstat(handle).st_size
+        if size is not None and actual != size:
+            os.close(handle)
+            raise self._corrupt(digest, family, f"it has {actual} bytes, and its page says {size}", actual)
+        return handle
 
     def missing(self, digest: Digest, family: str) -> Missing:
         """The error that says so, and what brings it back."""
@@ -149,7 +159,7 @@ class Objects(Trash):
             raise self.missing(digest, "meta") from error
         actual = digest_of(kind, body)
         if actual != digest:
-            raise self._corrupt(digest, "meta", actual, f"as a {kind}")
+            raise self._corrupt(digest, "meta", f"its bytes hash to {actual.short} as a {kind}", str(actual))
         return body
 
     def kind_of(self, digest: Digest) -> str | None:
@@ -184,22 +194,25 @@ class Objects(Trash):
         handle = self.open(digest, family)
         try:
             before = Stat.of(os.fstat(handle))
+            if family == "meta" and before.size > canonical.MAX_BYTES:
+                raise self._corrupt(digest, family, f"no metadata has {before.size} bytes", before.size)
             with faults(f"reading {self.path(digest, family)}"):
                 actual = _hash_file(handle, before.size, kinds, threads=threads)
         finally:
             os.close(handle)
         if digest not in actual:
-            raise self._corrupt(digest, family, actual[0], f"({before.size} bytes)")
+            why = f"its bytes hash to {actual[0].short} ({before.size} bytes)"
+            raise self._corrupt(digest, family, why, str(actual[0]))
         return before
 
-    def _corrupt(self, digest: Digest, family: str, actual: Digest, how: str) -> Corrupt:
+    def _corrupt(self, digest: Digest, family: str, why: str, actual: object) -> Corrupt:
         path = self.path(digest, family)
         return Corrupt(
-            f"{path} is corrupt: its bytes hash to {actual.short} {how}",
+            f"{path} is corrupt: {why}",
             hint="make it anew: `zgstore verify --repair --recipe RECIPE`, or `--from STORE`",
             object=str(digest),
             expected=str(digest),
-            actual=str(actual),
+            actual=actual,
             path=str(path),
         )
 
@@ -242,17 +255,26 @@ class Objects(Trash):
                 draft.placed()
                 self.touch([digest.raw], family)
                 return True
-            if self.is_sound(digest, family, kind=kind):
+            if self.is_sound(digest, family, kind=kind, size=draft.size):
                 # Whoever renamed it may not have synced the folder yet.
                 self.touch([digest.raw], family)
                 draft.discard()
                 return False
             self.quarantine(digest, family)
 
-    def is_sound(self, digest: Digest, family: str, *, kind: str | None = None) -> bool:
-        """Whether the file of that name may be trusted: by its stamp, else by its bytes."""
+    def is_sound(self, digest: Digest, family: str, *, kind: str | None = None, size: int | None = None) -> bool:
+        """Whether the file of that name may be trusted: by its stamp, else by its bytes.
+
+        Args:
+            digest: Its name.
+            family: Its family.
+            kind: For metadata, what it is hashed as.
+            size: What it should have, where that is known: one of another size is not read, however long it is.
+        """
         try:
             found = self.stat(digest, family)
+            if found is not None and size not in {None, found.size}:
+                return False
             # Metadata is small: hashing it takes less than looking for its stamp.
             if found is not None and family == "objects" and self._trusted(digest, found):
                 return True

@@ -85,7 +85,8 @@ class Session:
             body: Its canonical bytes.
         """
         digest = digest_of(kind, body)
-        if self.reserve([digest], "meta") == [True] and self.store.objects.is_sound(digest, "meta", kind=kind):
+        (there,) = self.reserve([digest], "meta")
+        if there and self.store.objects.is_sound(digest, "meta", kind=kind, size=len(body)):
             return digest
         self.store.objects.place(self._written(kind, body), digest, "meta", kind=kind)
         return digest

@@ -19,6 +19,8 @@ from zgstore.errors import Corrupt, Missing, Refused
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_prefix
 from zgstore.format.fields import all_digests, raw_digests
 from zgstore.storage import partials
+from zgstore.storage.files import directory, faults
+from zgstore.storage.names import names_in
 from zgstore.storage.objects import FAMILIES, PREFIXES, Trashed
 from zgstore.storage.store import Store
 from zgstore.upkeep.digestsets import DigestSet
@@ -317,11 +319,12 @@ class _Recheck:
         for folder, seen in self.folders.items():
             changed = 0
             with contextlib.suppress(FileNotFoundError):  # a copy may have lost its empty folders
-                changed = folder.stat().st_mtime_ns
+                changed = folder.lstat().st_mtime_ns
             if changed == seen:
                 continue
             self.folders[folder] = changed
-            names = b"".join(_digest_named(path.name) for path in folder.iterdir())
+            with faults(f"listing {folder}"), directory(folder.parent) as meta:
+                names = b"".join(map(_digest_named, names_in(meta, folder.name)))
             for digest in all_digests(self.marks.meta.without(names)):
                 with contextlib.suppress(Missing, Corrupt):
                     if read_any(self.store, digest)[0] == "snapshot":

@@ -259,7 +259,7 @@ def carry(store: Store, session: Session, blob: Blob, progress: Callable[[int], 
     Raises:
         Missing, Corrupt: if it is not there, or not what its name says: nothing of it is kept.
     """
-    with os.fdopen(store.objects.open(blob.digest, "objects"), "rb", buffering=0) as file:
+    with os.fdopen(store.objects.open(blob.digest, "objects", size=blob.size), "rb", buffering=0) as file:
         draft = session.draft(size_hint=blob.size)
         try:
             piece = memoryview(bytearray(PIECE_BYTES))

@@ -230,7 +230,7 @@ class _Folder:
     def _copied(self, name: str, blob: Blob) -> Blob:
         """One blob, hashed as it is copied."""
         hasher, size = Hasher(), 0
-        source = self.store.objects.open(blob.digest, "objects")
+        source = self.store.objects.open(blob.digest, "objects", size=blob.size)
         piece = memoryview(bytearray(PIECE_BYTES))
         with (
             faults(f"writing {self.target / name}"),
@@ -252,7 +252,7 @@ class _Folder:
         """The values that one int8 blob stands for, as a raw one."""
         from zgstore.format import tensorfile  # noqa: PLC0415 - torch is loaded only where values are decoded
 
-        source = self.store.objects.open(blob.digest, "objects")
+        source = self.store.objects.open(blob.digest, "objects", size=blob.size)
         with faults(f"reading {name}"), os.fdopen(source, "rb") as file:
             body = file.read(blob.size + 1)
         if digest_of(None, body) != blob.digest:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any, Final, NamedTuple
 
 from zgstore.errors import Corrupt, Missing
 from zgstore.format.digest import DIGEST_BYTES, Digest
 from zgstore.format.fields import all_digests, raw_digests
 from zgstore.storage import partials
+from zgstore.storage.files import directory, faults
 from zgstore.storage.memos import ActionFile
+from zgstore.storage.names import names_in
 from zgstore.storage.objects import FAMILIES, Stat, Trashed
 from zgstore.storage.refs import LogEntry
 from zgstore.storage.store import Store
@@ -355,7 +357,9 @@ class _Sorting:
             if not alive:
                 yield Leftover("lease", uuid, 0)
         for kind in ("tmp", "builds"):
-            for path in sorted((self.store.path / kind).glob("*")):
+            with faults(f"listing {kind}"), directory(self.store.path) as root:
+                paths = [self.store.path / kind / name for name in sorted(names_in(root, kind))]
+            for path in paths:
                 touched, size = _touched_and_size(path)
                 is_left = leases.get(path.name) is None and self.rules.now - touched >= LEFTOVER_SECONDS
                 if leases.get(path.name) is False or is_left:
@@ -399,9 +403,14 @@ def expired(store: Store, rules: Rules) -> Iterator[tuple[str, str, LogEntry]]:
 def _touched_and_size(path: Path) -> tuple[float, int]:
     """When a file or folder was last touched, and the bytes of all in it; links are not followed."""
     touched, size = 0.0, 0
-    for each in (path, *(Path(parent, name) for parent, _, names in os.walk(path) for name in names)):
-        with contextlib.suppress(FileNotFoundError):
-            stat = Stat.of(each.lstat())
-            touched = max(touched, stat.touched_seconds)
-            size += stat.size if not each.is_dir() or each.is_symlink() else 0
+    coming = [path]  # no recursion: folders may lie in folders without end
+    while coming:
+        with contextlib.suppress(OSError):  # gone meanwhile, or too deep for a path
+            each = coming.pop()
+            entry = each.lstat()
+            touched = max(touched, Stat.of(entry).touched_seconds)
+            if S_ISDIR(entry.st_mode):
+                coming += each.iterdir()
+            else:
+                size += entry.st_size
     return touched, size

@@ -121,6 +121,9 @@ def check(table: Table, *, progress: Callable[[int], None] | None = None) -> Dig
         hasher, size = Hasher(), 0
         piece = memoryview(bytearray(PIECE_BYTES))
         with os.fdopen(_open(table.root, file), "rb", buffering=0) as source:
+            length = os.fstat(source.fileno()).st_size
+            if file.size not in {None, length}:  # need not be read to its end to be seen
+                raise _other(table.root, file, f"{length} bytes")
             while count := source.readinto(piece):
                 hasher.update(piece[:count])
                 size += count
@@ -302,11 +305,15 @@ def _open(root: Path, file: File) -> int:
 
 def _held_against(root: Path, file: File, size: int, digest: Digest) -> None:
     if (file.size is not None and size != file.size) or (file.digest is not None and digest != file.digest):
-        raise Corrupt(
-            f"{file.name} is not what {MANIFEST} says: {size} bytes, {digest.short}",
-            hint=_AGAIN,
-            object=file.name,
-            expected=f"{file.size} bytes, {file.digest}",
-            actual=f"{size} bytes, {digest}",
-            path=str(root.joinpath(*file.parts)),
-        )
+        raise _other(root, file, f"{size} bytes, {digest}")
+
+
+def _other(root: Path, file: File, actual: str) -> Corrupt:
+    return Corrupt(
+        f"{file.name} is not what {MANIFEST} says: {actual}",
+        hint=_AGAIN,
+        object=file.name,
+        expected=f"{file.size} bytes, {file.digest}",
+        actual=actual,
+        path=str(root.joinpath(*file.parts)),
+    )

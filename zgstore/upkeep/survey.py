@@ -330,8 +330,8 @@ class Survey:
         return users
 
     def _refs_of_file(self, path: Path) -> tuple[str, ...]:
-        top, *rest = path.relative_to(self.store.path).parts if path.is_relative_to(self.store.path) else ("", "")
-        return ("/".join(rest[1:]),) if top == "refs" and len(rest) > 1 else ()
+        parts = path.relative_to(self.store.path).parts if path.is_relative_to(self.store.path) else ()
+        return ("/".join(parts[2:]),) if parts[:1] == ("refs",) and len(parts) > 2 else ()
 
     @property
     def pages(self) -> Iterable[Digest]:
