@@ -189,7 +189,7 @@ def weigh(
     if following:
         notes.append("jobs followed the build: in wall time the cache costs what it added over the jobs alone")
     if not live:
-        notes.append("no live run is measured: `zgtrain run JOB --block B --source live --set output=…` makes one")
+        notes.append("no live run is measured: `zgtrain launch JOB --source live --set output=runs/live` makes one")
     return Economics(snapshot, steps, curves, tuple(notes))
 
 

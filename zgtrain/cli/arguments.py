@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,16 +32,37 @@ class Options(StoreOptions):
     overrides: tuple[str, ...] = ()
 
 
-def job_of(ctx: typer.Context, path: str, *, relay: bool = False) -> Job:
+Others = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[OTHER]...", help="Further runs of the same blocks, cached, following or live: job files, "
+                   "or folders that JOB had as its output.", autocompletion=complete_recipe),
+]  # fmt: skip
+
+
+def job_of(ctx: typer.Context, path: str, *, relay: bool = False, output: Path | None = None) -> Job:
     """A job file with what was set over it; with ``relay`` the relay beside it.
 
     Raises:
         zgstore.Invalid: if it says something a job may not.
     """
     options = session_of(ctx).options
-    job = load_job(path, options.overrides if isinstance(options, Options) else ())
+    overrides = options.overrides if isinstance(options, Options) else ()
+    if output is not None:
+        overrides = (*overrides, f"output={json.dumps(str(output.absolute()))}")
+    job = load_job(path, overrides)
     if relay:
         from zgtrain.prefixes import relayed  # noqa: PLC0415 - loads torch
 
         return relayed(job)
     return job
+
+
+def others_of(ctx: typer.Context, path: str, others: Sequence[str] | None) -> list[Job]:
+    """Further runs of a job: files of their own, or folders that ``--set output=…`` gave the same file.
+
+    Raises:
+        zgstore.Invalid: if a file says something a job may not.
+    """
+    return [
+        job_of(ctx, path, output=Path(other)) if Path(other).is_dir() else job_of(ctx, other) for other in others or ()
+    ]

@@ -44,10 +44,10 @@ COMMANDS: Final = (
     ),
     Entry(
         "economics", USE, "economics:economics", "Show what the cache cost and saved.",
-        ("zgtrain economics job.toml live.toml",),
+        ("zgtrain economics job.toml runs/live",),
     ),
     Entry(
         "report", USE, "report:report", "Write one self-contained page with plots.",
-        ("zgtrain report job.toml --output report.html",),
+        ("zgtrain report job.toml runs/live --output report.html",),
     ),
 )  # fmt: skip

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from zgstore.cli.arguments import complete_recipe
 from zgstore.cli.console import Answer, Block, Facts, Line, Rows
 from zgstore.cli.units import duration_text, short
 from zgtrain import economics as books
-from zgtrain.cli.arguments import job_of
-
-Jobs = Annotated[
-    list[str],
-    typer.Argument(metavar="JOB...", help="Trained jobs on one snapshot, cached and live.",
-                   autocompletion=complete_recipe, show_default=False),
-]  # fmt: skip
+from zgtrain.cli.arguments import JobFile, Others, job_of, others_of
 
 
-def economics(ctx: typer.Context, jobs: Jobs) -> Answer:
+def economics(ctx: typer.Context, job: JobFile, others: Others = None) -> Answer:
     """Weigh them."""
-    found = books.economics([job_of(ctx, job) for job in jobs])
+    found = books.economics([job_of(ctx, job), *others_of(ctx, job, others)])
     return Answer(found.as_value(), _view)
 
 

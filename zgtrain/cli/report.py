@@ -8,17 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from zgstore.cli.arguments import complete_recipe
 from zgstore.cli.console import Answer, Block, Facts
 from zgstore.cli.units import size_text
 from zgtrain import report as pages
-from zgtrain.cli.arguments import JobFile, Relay, job_of
-
-Others = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[OTHER]...", help="Further runs of the same blocks, cached or live, to compare with.",
-                   autocompletion=complete_recipe),
-]  # fmt: skip
+from zgtrain.cli.arguments import JobFile, Others, Relay, job_of, others_of
 
 
 def report(
@@ -31,7 +24,7 @@ def report(
 ) -> Answer:
     """Write it."""
     loaded = job_of(ctx, job, relay=relay)
-    path = pages.write_report(loaded, Path(output), others=[job_of(ctx, other) for other in others or ()])
+    path = pages.write_report(loaded, Path(output), others=others_of(ctx, job, others))
     return Answer({"path": str(path.absolute()), "bytes": path.stat().st_size, "job": loaded.identity()}, _view)
 
 
