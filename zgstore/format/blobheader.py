@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 from zgstore.errors import Corrupt, Invalid
@@ -129,19 +130,25 @@ def read_header(prefix: bytes, *, file_size: int, what: str) -> BlobHeader:
         raise _corrupt(what, f"its header fills {data_start} bytes", f"{ALIGNMENT} bytes")
     if len(prefix) < data_start:
         raise _corrupt(what, f"only {len(prefix)} bytes of its header are there", f"{data_start} bytes")
-    body = bytes(prefix[:data_start])
     try:
-        named = _named(json.loads(body[_LENGTH_BYTES:].decode("ascii"), object_pairs_hook=_unique))
-        header = lay_out(named)
+        header = _parsed(bytes(prefix[:data_start]))
     except (ValueError, RecursionError, Invalid) as error:
         raise _corrupt(what, f"its header is not a blob's: {error}", "the canonical header") from error
-    if header.encode() != body:
+    if header is None:
         raise _corrupt(what, "its header is not written the canonical way", "the canonical header")
     if header.file_size != file_size:
         raise _corrupt(what, f"it has {file_size} bytes", f"{header.file_size} bytes, as its header says")
     return header
 
 
+@lru_cache(maxsize=256)
+def _parsed(body: bytes) -> BlobHeader | None:
+    """The header that these bytes are; None if they are not its canonical ones. Most blobs of a column share theirs."""
+    header = lay_out(_named(json.loads(body[_LENGTH_BYTES:].decode("ascii"), object_pairs_hook=_unique)))
+    return header if header.encode() == body else None
+
+
+@lru_cache(maxsize=256)
 def layout_of_column(column: Column, *, rows: int, tokens: int) -> BlobHeader:
     """The header of a column's blob, known before its first byte is.
 

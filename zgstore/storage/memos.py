@@ -37,6 +37,7 @@ class ActionFile(NamedTuple):
     key_hex: str
     tag: str
     mtime_seconds: float
+    size: int
 
 
 class Memos:
@@ -88,23 +89,40 @@ class Memos:
                     match = _ACTION.fullmatch(name)
                     if match is not None:
                         with contextlib.suppress(FileNotFoundError):
-                            mtime = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
-                            yield ActionFile(self.root / "actions" / prefix / name, match[1], match[2], mtime)
+                            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                            path = self.root / "actions" / prefix / name
+                            yield ActionFile(path, match[1], match[2], found.st_mtime, found.st_size)
 
     def read_action(self, file: ActionFile) -> Action | None:
         """The action in a file; None, and dropped, if it is torn."""
         return self._action(file.path.parent.name, file.path.name)
 
+    def actions_of(self, blob: Digest) -> Iterator[tuple[ActionFile, Action]]:
+        """The actions that a blob came out of; the others, of which there may be a million, are not parsed."""
+        for file in self.actions():
+            content = None
+            with contextlib.suppress(Corrupt):  # left to a build or a collection, which drop it
+                content = self._content(file.path)
+            action = self.read_action(file) if blob.raw in (content or b"") else None
+            if action is not None and action.blob.digest == blob:
+                yield file, action
+
     def _action(self, prefix: str, name: str) -> Action | None:
         path = self.root / "actions" / prefix / name
         try:
-            with directory(self.root, "actions", prefix) as folder:
-                return Action.decode(read_all(folder, name, path, limit_bytes=_MAX_ACTION_BYTES))
-        except FileNotFoundError:
-            return None
+            content = self._content(path)
+            return None if content is None else Action.decode(content)
         except (Corrupt, Invalid):
             self.remove(path)
             return None
+
+    def _content(self, path: Path) -> bytes | None:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            directory(self.root, "actions", path.parent.name) as folder,
+        ):
+            return read_all(folder, path.name, path, limit_bytes=_MAX_ACTION_BYTES)
+        return None
 
     def remove(self, path: Path) -> None:
         """Remove an action, a measurement or a build; what cannot be removed stays, and is a miss again."""

@@ -80,10 +80,8 @@ def why(store: Store, digest: str | Digest, *, retention: Retention | None = Non
     for uuid, leased in found.leased:
         if target.raw in set(raw_digests(leased)):
             chains.append((Link("lease", uuid, ""), Link("object", target.short, str(target))))
-    for file in store.memos.actions():
-        action = store.memos.read_action(file)
-        if action is not None and action.blob.digest == target:
-            chains.append((Link("action", file.path.name, str(action.key)), Link("blob", target.short, str(target))))
+    for file, action in store.memos.actions_of(target):
+        chains.append((Link("action", file.path.name, str(action.key)), Link("blob", target.short, str(target))))
     place = _place(store, target)
     if place == "absent" and not chains:
         raise NotFound(

@@ -53,7 +53,10 @@ class DigestSet:
         """Which of the digests given are the first of those equal to them, as a mask."""
         if _are_many(self._joined):
             return self._table.firsts()
-        mask = bytearray(len(self._joined) // DIGEST_BYTES)
+        count = len(self._joined) // DIGEST_BYTES
+        if len(self._few) == count:  # as nearly always: no two are equal
+            return b"\1" * count
+        mask = bytearray(count)
         for at in {raw: at for at, raw in reversed(list(enumerate(raw_digests(self._joined))))}.values():
             mask[at] = 1
         return bytes(mask)

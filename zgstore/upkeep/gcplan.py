@@ -371,7 +371,7 @@ class _Sorting:
         for file in self.store.memos.actions():
             action = self.store.memos.read_action(file)
             if action is not None:
-                yield file, action.blob.digest, len(action.encode())
+                yield file, action.blob.digest, file.size
 
     def _stale(
         self, actions: Sequence[tuple[ActionFile, Digest, int]], gone: set[tuple[str, Digest]]
