@@ -1,5 +1,6 @@
 from projects import make_project, write_rows
 
+from zgstore.building import recall
 from zgstore.building.builder import build
 
 
@@ -11,6 +12,16 @@ def drop_actions(store):
 def test_a_plan_that_was_complete_is_found_again_without_its_actions(tmp_path, store):
     path, _ = make_project(tmp_path / "p")
     first = build(store, path)
+    drop_actions(store)
+    again = build(store, path)
+    assert (again.snapshot, again.shards_built) == (first.snapshot, 0)
+
+
+def test_a_plan_too_large_for_one_file_is_found_in_several(tmp_path, store, monkeypatch):
+    monkeypatch.setattr(recall, "MAX_CELLS", 7)  # one shard of five columns a file
+    path, _ = make_project(tmp_path / "p", rows=12)
+    first = build(store, path)
+    assert sum(b"statistics" in file.read_bytes() for file in (store.path / "measurements").iterdir()) == 3
     drop_actions(store)
     again = build(store, path)
     assert (again.snapshot, again.shards_built) == (first.snapshot, 0)

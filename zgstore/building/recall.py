@@ -1,7 +1,8 @@
 """The actions of a whole plan in one file, so that finding everything again does not open a file for each.
 
-It says nothing that the actions do not say: where it is torn, or knows less, they are asked one by one. Shards are
-found by the digest of their inputs, from which, with a column's stem, its key follows.
+A very large plan has several such files, each of some shards. They say nothing that the actions do not say: where one
+is torn, or knows less, the actions are asked one by one. Shards are found by the digest of their inputs, from which,
+with a column's stem, its key follows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from zgstore.storage.memos import Memos
 _STATISTICS: Final = ("rms", "min", "max", "error")
 _NUMBERS: Final = struct.Struct("<4d")
 NAME_BYTES: Final = 2 * DIGEST_BYTES
-_MAX_CELLS: Final = 1 << 19  # beyond it the file would leave the bound of a canonical value
+MAX_CELLS: Final = 1 << 19  # in one file: more would leave the bound of a canonical value
 
 
 class Found(NamedTuple):
@@ -59,9 +60,14 @@ def shard_name(inputs: Digest, joined_ids: bytes) -> bytes:
     return inputs.raw + digest_of("batch", joined_ids).raw
 
 
-def _key(stems: Sequence[bytes], tags: Sequence[str]) -> Digest:
-    value = {"kind": "actions", "columns": b"".join(stems), "tags": list(tags)}
-    return digest_of("measurement", canonical.encode(value))
+def _parts(stems: Sequence[bytes], tags: Sequence[str], shards: int) -> list[tuple[Digest, slice]]:
+    """The files of a plan of so many shards: each one's key, and its shards."""
+    each = max(1, MAX_CELLS // max(1, len(stems)))
+    parts = []
+    for number, first in enumerate(range(0, shards, each)):
+        value = {"kind": "actions", "columns": b"".join(stems), "tags": list(tags), "part": number}
+        parts.append((digest_of("measurement", canonical.encode(value)), slice(first, first + each)))
+    return parts
 
 
 def recall(
@@ -75,18 +81,19 @@ def recall(
         tags: Each column's platform tag.
         shards: Each shard's `shard_name`.
     """
-    value = memos.measurement(_key(stems, tags))
     result: list[list[Found | None]] = [[None] * len(shards) for _ in stems]
-    if value is None:
-        return result
-    try:
-        names, cells = value["shards"], [_Cells(each) for each in value["columns"]]
-    except (KeyError, TypeError, struct.error, Corrupt, Invalid):
-        return result
-    place = {names[at : at + NAME_BYTES]: at // NAME_BYTES for at in range(0, len(names), NAME_BYTES)}
+    place: dict[bytes, tuple[list[_Cells], int]] = {}
+    for key, _ in _parts(stems, tags, len(shards)):
+        value = memos.measurement(key)
+        try:
+            names, cells = value["shards"], [_Cells(each) for each in value["columns"]]  # type: ignore[index]
+        except (KeyError, TypeError, struct.error, Corrupt, Invalid):
+            continue
+        for at in range(len(names) // NAME_BYTES):
+            place[names[at * NAME_BYTES : (at + 1) * NAME_BYTES]] = cells, at
     for shard, name in enumerate(shards):
-        at = place.get(name)
-        if at is not None:
+        if name in place:
+            cells, at = place[name]
             for column, mine in enumerate(cells):
                 result[column][shard] = mine.found(at)
     return result
@@ -106,20 +113,23 @@ def remember(
         platforms: Each column's platform.
         found: By column and shard.
     """
-    whole: list[tuple[bytes, list[Found]]] = []
-    for shard, name in enumerate(shards):
-        row = [each for mine in found if (each := mine[shard]) is not None]
-        own = (dict(each.platform) == dict(platform) for each, platform in zip(row, platforms, strict=False))
-        if len(row) == len(found) and all(own):
-            whole.append((name, row))
-    if not whole or len(whole) * len(stems) > _MAX_CELLS:
-        return
+    for key, part in _parts(stems, tags, len(shards)):
+        whole: list[tuple[bytes, list[Found]]] = []
+        for shard in range(*part.indices(len(shards))):
+            row = [each for mine in found if (each := mine[shard]) is not None]
+            own = (dict(each.platform) == dict(platform) for each, platform in zip(row, platforms, strict=False))
+            if len(row) == len(found) and all(own):
+                whole.append((shards[shard], row))
+        if whole:
+            _keep(memos, key, whole, columns=len(stems))
+
+
+def _keep(memos: Memos, key: Digest, whole: Sequence[tuple[bytes, Sequence[Found]]], *, columns: int) -> None:
     value = {
         "kind": "actions",
         "shards": b"".join(name for name, _ in whole),
-        "columns": [_packed([row[column] for _, row in whole]) for column in range(len(stems))],
+        "columns": [_packed([row[column] for _, row in whole]) for column in range(columns)],
     }
-    key = _key(stems, tags)
     if memos.measurement(key) != value:
         memos.put_measurement(key, value)
 
