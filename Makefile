@@ -44,6 +44,7 @@ bench: setup  ## ratios in one run; writes bench.json
 
 demo: setup  ## the whole tour on a real language model, in .demo/
 	$(BIN)/python examples/smollm2/demo.py
+	$(BIN)/python examples/smollm2/distil.py
 
 docs: setup  ## check that every link leads somewhere and every snippet runs
 	$(BIN)/python -m pytest -q tests/docs

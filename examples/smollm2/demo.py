@@ -7,39 +7,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import time
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-SCRATCH = HERE.parent.parent / ".demo"
-ZGSTORE = Path(sys.executable).with_name("zgstore")
+from commands import HERE, SCRATCH, found, size, zgstore
+
 STARTED = time.monotonic()
 BOUNDARIES = 5
 ROWS = 88  # of the longer stream
 MORE = "model.layers.11:in"
-
-
-def zgstore(*words: str, say: bool = True) -> dict:
-    """Run one command and return its JSON object; a failure ends the demo with what the command said."""
-    if say:
-        print(f"\n$ zgstore {' '.join(words)}", flush=True)
-    began = time.monotonic()
-    ran = subprocess.run([ZGSTORE, *words, "--json"], cwd=SCRATCH, stdout=subprocess.PIPE, text=True, check=False)
-    try:
-        answer = json.loads(ran.stdout)
-    except ValueError:
-        sys.exit(f"zgstore {' '.join(words)} printed no JSON object:\n{ran.stdout}")
-    if ran.returncode != 0:
-        error = answer.get("error", {})
-        sys.exit(f"error: {error.get('message')}\nhint: {error.get('hint')}\n(exit code {ran.returncode})")
-    answer["took"] = time.monotonic() - began
-    return answer
-
-
-def found(text: str, answer: dict) -> None:
-    print(f"  {text}  [{answer['took']:.1f} s]", flush=True)
 
 
 def recipe(name: str, **changes: tuple[str, str]) -> str:
@@ -52,13 +27,9 @@ def recipe(name: str, **changes: tuple[str, str]) -> str:
     return name
 
 
-def size(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
-
-
 def first_build() -> dict:
     store = zgstore("init")
-    found(f"an empty store at {Path(store['store']).name}", store)
+    found(f"an empty store at {store['store'].rpartition('/')[2]}", store)
 
     points = zgstore("points", "smollm2.toml")
     names = {point["name"] for point in points["points"]}

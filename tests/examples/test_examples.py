@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import zgstore
 import zgtrain
@@ -52,3 +55,13 @@ def test_every_job_of_the_examples_can_be_read():
 def test_the_recipe_of_the_demo_cuts_the_teacher_into_four_blocks():
     boundaries = zgstore.load_recipe(EXAMPLES / "smollm2" / "smollm2.toml").capture.boundaries
     assert boundaries == (*(f"model.layers.{layer}:in" for layer in (0, 8, 15, 23)), "model.norm:in")
+
+
+def test_a_command_that_fails_ends_the_demo_with_what_it_said(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("commands_of_the_demo", EXAMPLES / "smollm2" / "commands.py")
+    commands = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(commands)
+    monkeypatch.setattr(commands, "SCRATCH", tmp_path)
+    assert commands.zgstore("init")["store"] == str(tmp_path / ".zgstore")
+    with pytest.raises(SystemExit, match=r"(?s)nobody.*hint: .*exit code 10"):
+        commands.zgstore("show", "nobody")
