@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
@@ -143,7 +143,7 @@ class Crew:
         for run in self.runs:
             run.state = STOPPED if run.state == WAITING else run.state
 
-    @contextmanager
+    @contextlib.contextmanager
     def ended_at_last(self) -> Iterator[None]:
         """However the launch ends, no process outlives it."""
         try:
@@ -269,6 +269,24 @@ def as_error(value: Mapping[str, Any], message: str, **fields: Any) -> zgstore.Z
     kind = next((each for each in _ERRORS if each.kind == value.get("kind")), zgstore.Transient)
     again = "run the same launch again: what is done stays, the rest resumes"
     return kind(message, hint=str(value.get("hint") or again), **fields)
+
+
+def cause(log: Path, begin: int) -> dict[str, Any] | None:
+    """Why several processes of a block failed, where one of them says what another attempt would only meet again.
+
+    The others then say no more than that it is gone.
+
+    Args:
+        log: What they wrote to standard error; each answer in JSON, but for the first one's.
+        begin: Where this run's part of it begins, in bytes.
+    """
+    for line in log.read_bytes()[begin:].splitlines():
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            error = value.get("error") if isinstance(value, dict) else None
+            if error and as_error(error, "").exit_code in FINAL:
+                return dict(error)
+    return None
 
 
 def started(words: Sequence[str], errors: IO[bytes]) -> Child:

@@ -15,7 +15,7 @@ import zgstore
 from zgtrain.checkpoint import block_state, capture_rng, load, restore_block, restore_rng, save, seed_all, state_digest
 from zgtrain.ledger import Ledger, Log
 from zgtrain.ranks import Ranks
-from zgtrain.sharded import load_fields, load_sharded, save_sharded
+from zgtrain.sharded import load_fields, load_sharded, newest, save_sharded
 from zgtrain.source import LIVE, Source
 
 
@@ -69,6 +69,7 @@ def begin(
     """The ledger, and the parameters that an anchor pulls to: of the checkpoint if there is one, else new."""
     state = None
     if path is not None:
+        _refuse_other_kind(path, several=ranks.world > 1)
         state = load(path) if ranks.world == 1 else load_fields(path.parent, ranks)
     if path is None or state is None:
         seed_all(seed)
@@ -98,6 +99,17 @@ def identity_of(data: Source, block: int | None, job: str) -> dict[str, Any]:
 
 def _place(data: Source) -> dict[str, Any]:
     return {"snapshot": data.snapshot, "build": data.reader.build, "shards": data.reader.shards}
+
+
+def _refuse_other_kind(path: Path, *, several: bool) -> None:
+    """See that what one process saved, a file, is not to be gone on with by several, who save a folder; nor back."""
+    theirs = path if several else newest(path.parent)
+    if theirs is not None and theirs.exists():
+        kinds = ("one process", "several") if several else ("several processes", "one")
+        raise zgstore.Refused(
+            f"{theirs} was saved by {kinds[0]}, and {kinds[1]} would go on",
+            hint="train on with as many processes as before, or begin anew with --fresh",
+        )
 
 
 def _refuse_others(path: Path, state: Mapping[str, Any], who: Mapping[str, Any]) -> None:

@@ -59,18 +59,18 @@ def load_fields(folder: Path, ranks: Ranks) -> dict[str, Any] | None:
     """What this process wrote beside the shards; None if there is no checkpoint.
 
     Raises:
-        zgstore.Refused: if it was written by fewer processes.
+        zgstore.Refused: if fewer processes wrote it; in all of them alike.
     """
     last = newest(folder)
     if last is None:
         return None
-    fields = load(last / f"rank-{ranks.rank}.pt")
-    if fields is None:
+    saved = sum(1 for _ in last.glob("rank-*.pt"))
+    if saved < ranks.world:
         raise zgstore.Refused(
-            f"{last} was saved by fewer than {ranks.world} processes",
+            f"{last} was saved by {saved} processes, and {ranks.world} train now",
             hint="train on with as many processes as before, or begin anew with --fresh",
         )
-    return fields
+    return load(last / f"rank-{ranks.rank}.pt")
 
 
 def load_sharded(

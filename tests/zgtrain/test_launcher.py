@@ -16,7 +16,7 @@ from students import CODE, built, make_job
 import zgstore
 from zgtrain.assembler import gather
 from zgtrain.blocks import read_report, run
-from zgtrain.crew import DONE, FAILED, STOPPED
+from zgtrain.crew import DONE, FAILED, STOPPED, cause
 from zgtrain.job import load_job
 from zgtrain.launcher import launch, plan, status
 from zgtrain.sharded import newest
@@ -184,6 +184,19 @@ def test_a_block_of_two_processes_learns_what_one_learns_and_is_gathered(tmp_pat
     (other,) = gather(load_job(path, ["output=alone"])).blocks
     for mine, theirs in zip(block.parameters(), other.parameters(), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-4)
+
+
+def test_what_only_one_of_several_processes_says_is_what_the_block_failed_of(tmp_path):
+    log = tmp_path / "stderr.log"
+    log.write_text('{"ok": false, "error": {"kind": "corrupt", "message": "of an earlier run"}}\n')
+    begin = log.stat().st_size
+    gone = '{"ok": false, "error": {"kind": "invalid", "message": "RuntimeError: connection closed by peer"}}\n'
+    with log.open("a") as file:
+        file.write(f"W1129 torch/distributed: a death signal\n{gone}[1, 2]\n")
+    assert cause(log, begin) is None
+    with log.open("a") as file:
+        file.write('{"ok": false, "error": {"kind": "refused", "message": "the oven is cold", "hint": "heat it"}}\n')
+    assert cause(log, begin) == {"kind": "refused", "message": "the oven is cold", "hint": "heat it"}
 
 
 def test_a_shuffled_job_cannot_follow(tmp_path):

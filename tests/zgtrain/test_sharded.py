@@ -19,7 +19,7 @@ from zgtrain.checkpoint import restore_block, state_digest
 from zgtrain.sharded import gathered_state, newest
 
 PROGRAM = """
-import json, os, sys, warnings
+import json, os, shutil, sys, warnings
 
 warnings.simplefilter("ignore")
 import torch
@@ -56,6 +56,8 @@ def train(folder, name, *, steps=7, stop_at=None, shard=True, replicas=1, **opti
                 checkpoint=Path(folder) / name / "checkpoint.pt", checkpoint_every=3, **options)
         except zgstore.Interrupted:
             return {"losses": losses, "interrupted": True}
+        except zgstore.Refused as refused:
+            return {"refused": refused.message}
     return {"losses": losses, **report.as_value()}
 
 
@@ -86,13 +88,21 @@ def together(folder, name, **options):
 
 
 folder = sys.argv[1]
+Path(folder, "from one").mkdir()
+Path(folder, "from one", "checkpoint.pt").touch()
 found = {
     "sharded": together(folder, "sharded", anchor=0.5),
     "stopped": together(folder, "resumed", stop_at=2, anchor=0.5),
     "resumed": together(folder, "resumed", anchor=0.5),
+    "from one": together(folder, "from one"),
     "replicas": together(folder, "replicas", replicas=2, accumulate=2),
     "plain": together(folder, "plain", replicas=2, shard=False, anchor=0.5),
 }
+shutil.copytree(folder + "/resumed", folder + "/from fewer")
+for file in Path(folder, "from fewer").glob("*/rank-1.pt"):
+    file.unlink()
+found["from fewer"] = together(folder, "from fewer")
+found["from several"] = train(folder, "resumed")
 found["one"] = train(folder, "one", anchor=0.5)  # last: a process that has trained has threads, and forks no more
 found["one accumulated"] = train(folder, "accumulated", accumulate=2)
 print(json.dumps(found))
@@ -130,6 +140,18 @@ def test_stopped_and_resumed_they_end_in_the_same_state(found):
     assert found["resumed"]["resumed_from"] == 2
     assert found["resumed"]["state_digest"] == found["sharded"]["state_digest"]
     assert found["resumed"]["last_window_mean_loss"] == found["sharded"]["last_window_mean_loss"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("from one", "was saved by one process, and several would go on"),
+        ("from several", "was saved by several processes, and one would go on"),
+        ("from fewer", "was saved by 1 processes, and 2 train now"),
+    ],
+)
+def test_a_checkpoint_of_other_processes_is_refused_by_all_alike(found, name, said):
+    assert found[name]["refused"].endswith(said)
 
 
 def test_nothing_is_counted_that_is_not_there(found):

@@ -73,9 +73,9 @@ def _together(session: Session, processes: int, folder: Path, block: int) -> dic
     """The same command in several processes under torchrun, whose talk goes to a file; what the first of them says.
 
     Raises:
-        zgstore.ZgError: what it failed of.
+        zgstore.ZgError: what they failed of.
     """
-    from zgtrain.crew import ERRORS, Child, as_error, started  # noqa: PLC0415 - loads torch
+    from zgtrain.crew import ERRORS, Child, as_error, cause, started  # noqa: PLC0415 - loads torch
 
     words = [word for word in sys.argv[1:] if word not in {"--quiet", "-q", "--json"}]
     torchrun = ["torchrun", "--standalone", f"--nproc-per-node={processes}", "-m", "zgtrain.cli.main"]
@@ -88,6 +88,7 @@ def _together(session: Session, processes: int, folder: Path, block: int) -> dic
 
     folder.mkdir(parents=True, exist_ok=True)
     with session.stops_by(end), (folder / ERRORS).open("ab") as errors:
+        begin = errors.tell()
         child.append(started([*torchrun, *words, "--json", "--quiet"], errors))
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -96,7 +97,7 @@ def _together(session: Session, processes: int, folder: Path, block: int) -> dic
     value = child[0].answer()
     if value.pop("ok"):
         return value
-    error = value["error"]
+    error = cause(folder / ERRORS, begin) or value["error"]
     raise as_error(error, str(error["message"]), block=block, processes=processes)
 
 
@@ -106,13 +107,13 @@ def _join(session: Session, device: str | None) -> str | None:
     from torch import distributed  # noqa: PLC0415
 
     if int(os.environ["RANK"]):
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), session.screen.fd)  # the first speaks for all
+        os.dup2(sys.stderr.fileno(), session.screen.fd)  # the first speaks for all; the log has what the others say
     if device is None and torch.cuda.is_available():
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     if device is not None and device.startswith("cuda"):
         torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if device is not None and device.startswith("cuda") else "gloo")
+    # Counts and questions to all are asked on the CPU, whatever the block is on.
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if device is not None and device.startswith("cuda") else "gloo")
     return device
 
 
