@@ -103,7 +103,8 @@ sys.path.insert(0, str(HERE.parent / "zgtrain"))
 from students import built, make_job  # noqa: E402
 
 KILL, TERM = 9, 15
-
+LIMIT_SECONDS = 300  # some 130 processes, of a tenth of a second each where nothing else runs
+pytestmark = pytest.mark.timeout(LIMIT_SECONDS + 20)
 
 # Seven steps, three an epoch: the last batch of one is at 3 and at 6.
 ONCE = [([(step, by)], workers) for step in range(1, 8) for by in (KILL, TERM) for workers in (0, 1, 3)]
@@ -127,7 +128,9 @@ def ended(job):
     """How the runs of one process ended: killed in each of the ways, and at any moment."""
     command = [sys.executable, "-c", PROGRAM, json.dumps([str(job), WAYS, 8])]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
-    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110, check=False)
+    process = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=LIMIT_SECONDS, check=False
+    )
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)
 
