@@ -21,7 +21,7 @@ import lmdb
 
 from zgstore.errors import ZgError
 from zgstore.format.digest import Digest, digest_of
-from zgstore.storage.files import Stat, directory, listing, make_directory, on_network, remove_tree
+from zgstore.storage.files import Stat, directory, listing, make_directory, on_network, read_all, remove_tree
 from zgstore.storage.names import FAMILIES
 
 STAMP_SECONDS: Final = 30 * 86400
@@ -235,8 +235,10 @@ class Index:
 
     def _is_ours(self) -> bool:
         try:
-            return (self.path / "seal").read_text(encoding="utf-8") == self._expected_seal()
-        except (OSError, UnicodeDecodeError):
+            expected = self._expected_seal().encode()
+            with directory(self._root, *self._parts) as folder:
+                return read_all(folder, "seal", self.path / "seal", limit_bytes=len(expected)) == expected
+        except (OSError, ZgError):
             return False
 
     def _seal(self) -> None:
