@@ -29,18 +29,33 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
     Args:
         path: Where; its folder is made.
         state: Mappings, lists, tensors, numbers and text.
+
+    Raises:
+        OSError: what the disk said; the previous state is still there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")  # the same each time, so that kills leave at most one behind
     try:
         with temporary.open("wb") as file:
-            torch.save({**state, "format": FORMAT, _SEAL: _seal(state)}, file)
+            with _disk_heard():
+                torch.save({**state, "format": FORMAT, _SEAL: _seal(state)}, file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
         sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _disk_heard() -> Iterator[None]:
+    """Let what the disk says through: where a write fails, torch raises that its archive has the wrong length."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
 
 
 def load(path: Path) -> dict[str, Any] | None:

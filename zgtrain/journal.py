@@ -44,7 +44,9 @@ class Journal:
             if self._begin_board is not None:
                 self._board = self._begin_board(purge_step=line["step"])
             kept = [each for each in read_lines(self._path) if each["step"] < line["step"]]
-            self._path.write_text("".join(json.dumps(each) + "\n" for each in kept), encoding="utf-8")
+            whole = self._path.with_name(f".{FILE_NAME}.new")  # put in place at once: a kill must not lose what is kept
+            whole.write_text("".join(json.dumps(each) + "\n" for each in kept), encoding="utf-8")
+            whole.replace(self._path)
             self._file = self._path.open("a", encoding="utf-8")
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()

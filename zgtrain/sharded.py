@@ -5,10 +5,11 @@ Beside the shards each process has a file of its own: its generators, and all th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,9 +39,10 @@ def save_sharded(
         temporary.mkdir(parents=True)
     ranks.barrier()
     tensors, rest = _split(block, optimizer)
-    state_dict_saver.save(
-        {_BLOCK: block_state(block), _OPTIMIZER: tensors, _INITIAL: dict(initial)}, checkpoint_id=temporary
-    )
+    with _failures_raised():
+        state_dict_saver.save(
+            {_BLOCK: block_state(block), _OPTIMIZER: tensors, _INITIAL: dict(initial)}, checkpoint_id=temporary
+        )
     save(temporary / f"rank-{ranks.rank}.pt", {**fields, "optimizer": rest, "has_initial": bool(initial)})
     ranks.barrier()
     if ranks.rank == 0:
@@ -50,8 +52,8 @@ def save_sharded(
         sync_folder(temporary)
         temporary.rename(final)
         sync_folder(folder)
-        if last is not None:
-            shutil.rmtree(last)
+        for old in _numbered(folder)[:-1]:  # one that a kill left half removed, too
+            shutil.rmtree(old)
     ranks.barrier()
 
 
@@ -87,7 +89,8 @@ def load_sharded(
     for name, keys in rest["tensors"].items():
         tensors |= {f"{name}\0{key}": torch.zeros_like(names[name]).detach() for key in keys}
     initial = {name: torch.zeros_like(t) for name, t in block_state(block).items()} if fields["has_initial"] else {}
-    state_dict_loader.load({_BLOCK: block_state(block), _OPTIMIZER: tensors, _INITIAL: initial}, checkpoint_id=last)
+    with _failures_raised():
+        state_dict_loader.load({_BLOCK: block_state(block), _OPTIMIZER: tensors, _INITIAL: initial}, checkpoint_id=last)
     for name, plain in rest["plain"].items():
         held = {key: tensors[f"{name}\0{key}"] for key in rest["tensors"].get(name, ())}
         optimizer.state[names[name]] = {**plain, **held}
@@ -115,7 +118,7 @@ def gathered_state(folder: Path) -> dict[str, Tensor]:
         for name, entry in stored.items()
         if name.startswith(f"{_BLOCK}.") and isinstance(entry, TensorStorageMetadata)
     }
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _failures_raised():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
         state_dict_loader.load({_BLOCK: block}, checkpoint_id=last, no_dist=True)
     return block
@@ -123,8 +126,24 @@ def gathered_state(folder: Path) -> dict[str, Tensor]:
 
 def newest(folder: Path) -> Path | None:
     """The newest whole checkpoint of a folder."""
-    found = sorted(each for each in folder.glob(f"{PREFIX}*") if each.name.removeprefix(PREFIX).isdecimal())
+    found = _numbered(folder)
     return found[-1] if found else None
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, oldest first; of the older ones a part may be gone."""
+    return sorted(each for each in folder.glob(f"{PREFIX}*") if each.name.removeprefix(PREFIX).isdecimal())
+
+
+@contextlib.contextmanager
+def _failures_raised() -> Iterator[None]:
+    """Raise the first failure itself: torch wraps it in what is no Exception, so that nobody would catch it."""
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415 - a second, as above
+
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
 
 
 def _split(block: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:

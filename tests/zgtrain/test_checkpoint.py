@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 
 import numpy as np
@@ -11,6 +13,7 @@ from students import noise_of
 from torch import nn
 
 import zgstore
+from tests.faults import steps
 from zgtrain.checkpoint import (
     block_state,
     capture_rng,
@@ -49,6 +52,23 @@ def test_a_save_that_fails_leaves_the_previous_one(tmp_path):
     save(path, {"step": 1})
     with pytest.raises((AttributeError, TypeError, RuntimeError)):
         save(path, {"step": 2, "what": lambda: None})
+    assert load(path)["step"] == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["c.pt"]
+
+
+@pytest.mark.skipif(bool(steps.cannot()), reason=steps.cannot() or "it can")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_cannot_be_written_says_so_and_the_previous_one_stays(tmp_path, number):
+    path = tmp_path / "c.pt"
+    save(path, {"step": 1})
+
+    def fails(step):
+        return number if step.call in {"write", "writev"} else steps.GO
+
+    # A tensor that goes through a buffer and one that does not: what torch makes of it differs.
+    for size in (1, 1 << 20):
+        run = steps.run(lambda size=size: save(path, {"step": 2, "tensor": torch.zeros(size)}), tmp_path, fails)
+        assert (run.error, os.strerror(number) in run.message) == ("OSError", True), run.message
     assert load(path)["step"] == 1
     assert [each.name for each in tmp_path.iterdir()] == ["c.pt"]
 
