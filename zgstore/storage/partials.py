@@ -17,7 +17,7 @@ from zgstore.errors import Corrupt
 from zgstore.format.action import decode_sealed, encode_sealed
 from zgstore.format.digest import Digest
 from zgstore.storage import locks
-from zgstore.storage.files import directory, fault, read_all, write_file
+from zgstore.storage.files import directory, fault, faults, read_all, write_file
 
 FOLDER: Final = "partials"
 MAX_MARKER_BYTES: Final = 16 << 20
@@ -71,7 +71,11 @@ def mark(root: Path, snapshot: Digest, columns: Collection[str], *, mode: int, d
 
 def clear(root: Path, snapshot: Digest) -> None:
     """Say that the whole snapshot is meant to be here."""
-    with contextlib.suppress(FileNotFoundError), directory(root, FOLDER) as folder:
+    with (
+        contextlib.suppress(FileNotFoundError),
+        faults(f"removing {FOLDER}/{snapshot.hex}", but_absence=True),
+        directory(root, FOLDER) as folder,
+    ):
         os.unlink(snapshot.hex, dir_fd=folder)
         os.fsync(folder)
 

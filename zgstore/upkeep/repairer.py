@@ -16,7 +16,7 @@ from zgstore.building.builder import build
 from zgstore.building.execution import Captured, Run, Task, run_tasks
 from zgstore.building.preparation import Options, Prepared, prepare
 from zgstore.building.recipe import Recipe, load_recipe
-from zgstore.errors import Corrupt, Invalid, Missing, ZgError
+from zgstore.errors import Corrupt, Invalid, Missing, NoSpace, Transient, ZgError
 from zgstore.format.digest import Digest
 from zgstore.format.manifest import Snapshot
 from zgstore.format.pages import Blob, Shard
@@ -349,6 +349,8 @@ def _rebuild_meta(work: _Work, recipe: Recipe, snapshots: Mapping[Digest, Snapsh
         for policy in ("error", "drop"):
             try:
                 build(work.store, recipe, ref=None, limit=limit, devices=devices, on_nonfinite=policy)
+            except (NoSpace, Transient):  # of the disk, and not of what it should hold
+                raise
             except ZgError as error:
                 for family, digest in work.open:
                     if family == "meta":
