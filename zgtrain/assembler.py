@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from zgtrain.blocks import CHECKPOINT, boundaries_of, make_block, read_report, r
 from zgtrain.checkpoint import load, restore_block, state_digest, sync_folder
 from zgtrain.job import Job
 from zgtrain.prefixes import prefix_pins
-from zgtrain.pretrained import share
+from zgtrain.pretrained import loading, share
 from zgtrain.sharded import gathered_state, newest
 from zgtrain.source import LIVE
 
@@ -271,7 +273,8 @@ def _write(student: nn.Module, manifest: Mapping[str, Any], place: Path) -> None
     try:
         save: Any = getattr(student, "save_pretrained", None)
         if save is not None:
-            save(new)
+            with loading() if "transformers" in sys.modules else contextlib.nullcontext():  # it shows no bars
+                save(new)
         else:
             from safetensors.torch import save_model  # noqa: PLC0415 - only where it is needed
 

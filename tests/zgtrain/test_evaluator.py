@@ -8,7 +8,7 @@ import pytest
 from pruned import make_pruned, trained
 
 import zgstore
-from zgtrain import load_job
+from zgtrain import assemble, load_job
 from zgtrain.cli.evaluate import view
 from zgtrain.evaluator import evaluate
 
@@ -41,6 +41,11 @@ def test_the_page_names_every_measure_of_every_gate(judged):
     (gates,) = [block.rows for block in view(judged.as_value()) if getattr(block, "heads", ("",))[0] == "GATE"]
     assert [row[0] for row in gates if row[0]] == [gate.name for gate in judged.gates]
     assert [row[1] for row in gates] == [measure.name for gate in judged.gates for measure in gate.measures]
+
+
+def test_a_student_is_written_without_a_word(job, tmp_path, capfd):
+    assemble(job, tmp_path / "student")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_it_says_which_blocks_of_which_snapshot_were_judged(job, judged):
