@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def rounds(
 
 def compare(
     name: str, times: Mapping[str, list[float]], *, ours: str, other: str, at_most: float | None = None,
-    at_least: float | None = None,
+    at_least: float | None = None, unit: str = "s",
 ) -> Entry:  # fmt: skip
     """One entry: with ``at_most`` the ratio is ours / other, with ``at_least`` it is how many times faster ours is."""
     mine, theirs = statistics.median(times[ours]), statistics.median(times[other])
@@ -87,7 +88,22 @@ def compare(
         pairs = [b / a for a, b in zip(times[ours], times[other], strict=True)]
         ratio, bound, holds = theirs / mine, f"≥ {at_least:g} ×", theirs / mine >= at_least
     spread = (max(pairs) - min(pairs)) / statistics.median(pairs)
-    return Entry(name, mine, theirs, ratio, bound, holds, len(pairs), spread)
+    return Entry(name, mine, theirs, ratio, bound, holds, len(pairs), spread, unit)
+
+
+def within(name: str, values: Sequence[float], *, at_most: float, unit: str = "s") -> Entry:
+    """One entry that has no other side: ``other`` is what is allowed, the ratio how much of that is taken."""
+    mine = statistics.median(values)
+    spread = (max(values) - min(values)) / abs(mine) if mine else 0.0
+    bound = f"≤ {at_most:g} {unit}".rstrip()
+    return Entry(name, mine, at_most, mine / at_most, bound, mine <= at_most, len(values), spread, unit)
+
+
+def told(name: str, ours: Sequence[float], other: Sequence[float], *, unit: str = "s") -> Entry:
+    """One entry that nothing is promised of: the ratio is ours / other, and always holds."""
+    sides = {"ours": list(ours), "other": list(other)}
+    entry = compare(name, sides, ours="ours", other="other", at_most=math.inf, unit=unit)
+    return replace(entry, bound="—")
 
 
 def machine() -> dict[str, Any]:

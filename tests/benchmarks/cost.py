@@ -1,0 +1,101 @@
+"""What a build adds to its teacher: seconds for each GB stored, with teachers of several speeds, and memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import zgstore
+from tests.benchmarks import build, synthetic
+from tests.benchmarks.measuring import Entry, compare, within
+from zgstore.building.shards import QUEUE_BYTES
+
+ROWS, LENGTH, LAYERS = 4, 1024, 4
+BATCH_BYTES = ROWS * LENGTH * synthetic.WIDTH * 2 * (LAYERS + 1)  # 40 MiB of bf16 boundaries
+SPEEDS = {10: 0.15, 35: 0.4, 200: 1.0}  # times faster than the real teacher → share of `gb` to store with it
+
+
+def real_seconds_for_gb() -> float:
+    """Seconds of SmolLM2-135M for each GB of its five boundaries, on this machine."""
+    rows = 8
+    build.teacher_alone(rows)
+    stored = rows * 128 * 576 * 2 * 5
+    return min(build.teacher_alone(rows) for _ in range(3)) / stored * 1e9
+
+
+def added(scratch: Path, *, real: float, gb: float, n: int) -> list[Entry]:
+    """Seconds that a build adds for each GB stored.
+
+    Args:
+        scratch: Where the stores go.
+        real: Seconds for a GB that the real teacher takes.
+        gb: GB to store beside the fastest teacher.
+        n: Pairs.
+    """
+    entries = []
+    for speed, share in SPEEDS.items():
+        folder = scratch / "cost"
+        folder.mkdir(parents=True, exist_ok=True)
+        wanted = real / speed * BATCH_BYTES / 1e9
+        hidden = synthetic.hidden_for(wanted, rows=ROWS, length=LENGTH, layers=LAYERS)
+        count = max(1, round(gb * share * 1e9 / BATCH_BYTES))
+        recipe = synthetic.recipe(folder, count=count, rows=ROWS, length=LENGTH, hidden=hidden, layers=LAYERS)
+        times, stored = build.pairs(folder, recipe, lambda recipe=recipe: synthetic.alone(recipe), n=n)
+        extra = [1e9 * (a - b) / stored for a, b in zip(times["build"], times["teacher"], strict=True)]
+        was = real / (1e9 * min(times["teacher"]) / stored)
+        name = f"seconds a build adds for each GB, teacher {speed} × faster than the real one (as run: {was:.0f} ×)"
+        entries.append(within(name, extra, at_most=0.7, unit="s/GB"))
+    return entries
+
+
+def memory(scratch: Path, *, gib: Sequence[float]) -> list[Entry]:
+    """What a build needs beside its teacher, each in a process of its own."""
+    peaks = {size: [_peak_mib(scratch, size)] for size in gib}
+    small, large = min(gib), max(gib)
+    allowed = (QUEUE_BYTES + 4 * BATCH_BYTES) / 2**20
+    name = f"memory that a build of {large:g} GiB adds to its teacher"
+    times = {"large": peaks[large], "small": peaks[small]}
+    return [
+        within(f"{name}: the queue and 4 batches", peaks[large], at_most=allowed, unit="MiB"),
+        compare(f"{name}, against one of {small:g} GiB", times, ours="large", other="small", at_most=1.15, unit="MiB"),
+    ]
+
+
+def _peak_mib(scratch: Path, gib: float) -> float:
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.benchmarks.cost", folder, str(gib)],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+    return json.loads(done.stdout)["peak_mib"]
+
+
+def _status_mib(field: str) -> float:
+    """A field of the kernel's account of this process, in MiB."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+
+
+def child(folder: Path, gib: float) -> float:
+    """MiB that a build adds at its peak to a teacher that is loaded and has run."""
+    recipe = synthetic.recipe(
+        folder, count=max(1, round(gib * 2**30 / BATCH_BYTES)), rows=ROWS, length=LENGTH, layers=LAYERS
+    )
+    model = recipe.teacher.load()
+    with torch.inference_mode():
+        model(next(iter(recipe.data.batches()))["input_ids"])
+    store = zgstore.Store.init(folder / "store")
+    before = _status_mib("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted from here
+    zgstore.build(store, recipe, ref="main")
+    return _status_mib("VmHWM") - before
+
+
+if __name__ == "__main__":
+    print(json.dumps({"peak_mib": child(Path(sys.argv[1]), float(sys.argv[2]))}))
