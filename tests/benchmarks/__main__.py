@@ -40,11 +40,11 @@ class Sizes:
     pairs: int = 7
     gib: float = 1.0
     blob_mib: int = 64
-    rows: int = 48
+    rows: int = 40
     stored_gb: float = 1.0
     memory_gib: tuple[float, ...] = (1, 10)
     objects: tuple[int, ...] = (10_000, 100_000)
-    batches: int = 40
+    batches: int = 20
     repeats: int = 16
     commands: tuple[str, ...] = ()
     bare: tuple[str, ...] = startup.BARE
