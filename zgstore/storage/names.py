@@ -55,7 +55,7 @@ def packed_names_in(folder: int, prefix: str, family: str) -> bytes:
         packed = bytes.fromhex(joined)  # all at once: one name at a time takes three times as long
     except ValueError:
         packed = b""
-    if packed.hex() == joined and all(stem.startswith(prefix) for stem in stems):
+    if packed.hex() == joined and packed[::DIGEST_BYTES] == bytes.fromhex(prefix) * len(stems):
         return packed
     return b"".join(bytes.fromhex(stem) for stem in stems if _HEX.fullmatch(stem) and stem.startswith(prefix))
 
