@@ -5,13 +5,15 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.set-up
 WORKERS ?= 2
+PEERS   := .venv-peers
+SITE    := "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint bench demo docs clean
+.PHONY: help setup test lint bench bench-peers demo docs clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -42,6 +44,13 @@ lint: setup  ## ruff, mypy --strict, import contracts
 bench: setup  ## ratios in one run; writes bench.json
 	$(BIN)/python -m tests.benchmarks
 
+bench-peers: setup  ## other tools on the same data; restic, borg, git-annex, ostree where they are installed
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet -r tests/benchmarks/peers/requirements.txt
+	@# What they are compared with is looked for after their own packages, in .venv.
+	$(BIN)/python -c $(SITE) > $$($(PEERS)/bin/python -c $(SITE))/beside.pth
+	PATH="$(abspath $(PEERS)/bin):$$PATH" $(PEERS)/bin/python -m tests.benchmarks.peers
+
 demo: setup  ## the whole tour on a real language model, in .demo/
 	$(BIN)/python examples/smollm2/demo.py
 	$(BIN)/python examples/smollm2/distil.py
@@ -50,5 +59,5 @@ docs: setup  ## check that every link leads somewhere and every snippet runs
 	$(BIN)/python -m pytest -q tests/docs
 
 clean:  ## everything that can be made again
-	rm -rf $(VENV) .demo bench.json build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEERS) .demo bench.json build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find zgstore zgtrain tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,6 +30,7 @@ class Sizes:
         memory_gib: GiB of the builds whose memory is compared.
         objects: Of the generated stores.
         batches: Of the build that is appended to.
+        shorter: Rows of builds with synthetic teachers have so many times fewer positions than is measured.
         repeats: How often the int8 states are repeated.
         commands: Those whose start is timed; all if none is named.
         bare: Those that start without compiled files.
@@ -45,6 +46,7 @@ class Sizes:
     memory_gib: tuple[float, ...] = (1, 10)
     objects: tuple[int, ...] = (10_000, 100_000)
     batches: int = 20
+    shorter: int = 1
     repeats: int = 16
     commands: tuple[str, ...] = ()
     bare: tuple[str, ...] = startup.BARE
@@ -53,7 +55,7 @@ class Sizes:
 
 BIG: Final = (10_000, 100_000, 1_000_000)
 TINY: Final = Sizes(
-    n=1, pairs=1, gib=0.02, blob_mib=4, stored_gb=0.05, memory_gib=(0.05, 0.1), objects=(100, 200), batches=10,
+    n=1, pairs=1, gib=0.02, blob_mib=4, stored_gb=0.004, memory_gib=(0.05,), objects=(100, 200), batches=10, shorter=16,
     repeats=1, commands=("zgstore ls", "zgstore unhold"), bare=("zgstore ls",), real=False,
 )  # fmt: skip
 
@@ -76,7 +78,7 @@ def run_build(scratch: Path, sizes: Sizes) -> list[Entry]:
 def run_cost(scratch: Path, sizes: Sizes) -> list[Entry]:
     """Without the real model, beside teachers of some plausible cost."""
     real = cost.real_seconds_for_gb() if sizes.real else 10.0
-    beside = cost.added(scratch, real=real, gb=sizes.stored_gb, n=sizes.pairs)
+    beside = cost.added(scratch, real=real, gb=sizes.stored_gb, n=sizes.pairs, length=cost.LENGTH // sizes.shorter)
     return [*beside, *cost.memory(scratch, gib=sizes.memory_gib)]
 
 
@@ -94,7 +96,9 @@ BENCHMARKS: Final[dict[str, Callable[[Path, Sizes], list[Entry] | Found]]] = {
     "cost": run_cost,
     "ingest": lambda scratch, sizes: ingest.run(scratch, shards=shards(sizes), n=sizes.n),
     "read": lambda scratch, sizes: read.run(scratch, shards=shards(sizes), n=sizes.n),
-    "reuse": lambda scratch, sizes: reuse.run(scratch, count=sizes.batches, n=sizes.n),
+    "reuse": lambda scratch, sizes: reuse.run(
+        scratch, count=sizes.batches, n=sizes.n, length=reuse.LENGTH // sizes.shorter
+    ),
     "scale": run_scale,
     "startup": lambda scratch, sizes: startup.run(scratch, n=sizes.n, names=sizes.commands, bare=sizes.bare),
     "int8": lambda scratch, sizes: int8.run(scratch, states=states(sizes), repeats=sizes.repeats, n=sizes.n),

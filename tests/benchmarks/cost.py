@@ -17,8 +17,12 @@ from tests.benchmarks.measuring import Entry, compare, told, within
 from zgstore.building.shards import QUEUE_BYTES
 
 ROWS, LENGTH, LAYERS = 4, 1024, 4
-BATCH_BYTES = ROWS * LENGTH * synthetic.WIDTH * 2 * (LAYERS + 1)  # 40 MiB of bf16 boundaries
 SPEEDS = {10: 0.25, 35: 0.5, 200: 1.0}  # times faster than the real teacher → share of `gb` to store with it
+
+
+def batch_bytes(length: int) -> int:
+    """Of a batch's bf16 boundaries; 40 MiB at the length that is measured."""
+    return ROWS * length * synthetic.WIDTH * 2 * (LAYERS + 1)
 
 
 def real_seconds_for_gb() -> float:
@@ -29,7 +33,7 @@ def real_seconds_for_gb() -> float:
     return min(build.teacher_alone(rows) for _ in range(3)) / stored * 1e9
 
 
-def added(scratch: Path, *, real: float, gb: float, n: int) -> list[Entry]:
+def added(scratch: Path, *, real: float, gb: float, n: int, length: int = LENGTH) -> list[Entry]:
     """Seconds that a build adds for each GB stored.
 
     Args:
@@ -37,15 +41,16 @@ def added(scratch: Path, *, real: float, gb: float, n: int) -> list[Entry]:
         real: Seconds for a GB that the real teacher takes.
         gb: GB to store beside the fastest teacher.
         n: Pairs.
+        length: Positions of a row.
     """
     entries = []
     for speed, share in SPEEDS.items():
         folder = scratch / "cost"
         folder.mkdir(parents=True, exist_ok=True)
-        wanted = real / speed * BATCH_BYTES / 1e9
-        hidden = synthetic.hidden_for(wanted, rows=ROWS, length=LENGTH, layers=LAYERS)
-        count = max(1, round(gb * share * 1e9 / BATCH_BYTES))
-        recipe = synthetic.recipe(folder, count=count, rows=ROWS, length=LENGTH, hidden=hidden, layers=LAYERS)
+        wanted = real / speed * batch_bytes(length) / 1e9
+        hidden = synthetic.hidden_for(wanted, rows=ROWS, length=length, layers=LAYERS)
+        count = max(1, round(gb * share * 1e9 / batch_bytes(length)))
+        recipe = synthetic.recipe(folder, count=count, rows=ROWS, length=length, hidden=hidden, layers=LAYERS)
         times, stored = build.pairs(folder, recipe, lambda recipe=recipe: synthetic.alone(recipe), n=n)
         extra = [1e9 * (a - b) / stored for a, b in zip(times["build"], times["teacher"], strict=True)]
         teacher = [1e9 * seconds / stored for seconds in times["teacher"]]
@@ -61,7 +66,7 @@ def memory(scratch: Path, *, gib: Sequence[float]) -> list[Entry]:
     """What a build needs beside its teacher, each in a process of its own."""
     peaks = {size: [_peak_mib(scratch, size)] for size in gib}
     small, large = min(gib), max(gib)
-    allowed = (QUEUE_BYTES + 4 * BATCH_BYTES) / 2**20
+    allowed = (QUEUE_BYTES + 4 * batch_bytes(LENGTH)) / 2**20
     name = f"memory that a build of {large:g} GiB adds to its teacher"
     times = {"large": peaks[large], "small": peaks[small]}
     return [
@@ -88,7 +93,7 @@ def _status_mib(field: str) -> float:
 def child(folder: Path, gib: float) -> float:
     """MiB that a build adds at its peak to a teacher that is loaded and has run."""
     recipe = synthetic.recipe(
-        folder, count=max(1, round(gib * 2**30 / BATCH_BYTES)), rows=ROWS, length=LENGTH, layers=LAYERS
+        folder, count=max(1, round(gib * 2**30 / batch_bytes(LENGTH))), rows=ROWS, length=LENGTH, layers=LAYERS
     )
     model = recipe.teacher.load()
     with torch.inference_mode():

@@ -13,14 +13,15 @@ from tests.benchmarks.measuring import Entry, compare, rounds, settle
 LAYERS = 8
 PARTITIONS = (2, 4, 8)  # blocks of one teacher of LAYERS layers
 HIDDEN = 512  # a teacher about ten times as dear as its bytes are to store
-SHAPE = {"rows": 4, "length": 256, "layers": LAYERS, "cut": 2}
+LENGTH = 256
+SHAPE = {"rows": 4, "layers": LAYERS, "cut": 2}
 
 
-def appended(folder: Path, *, count: int, n: int) -> Entry:
+def appended(folder: Path, *, count: int, n: int, length: int) -> Entry:
     """A tenth more rows, against all of the rows before."""
 
     def build(batches: int) -> float:
-        recipe = synthetic.recipe(folder, count=batches, hidden=HIDDEN, **SHAPE)
+        recipe = synthetic.recipe(folder, count=batches, hidden=HIDDEN, length=length, **SHAPE)
         began = time.perf_counter()
         zgstore.build(zgstore.Store.open(folder / "store"), recipe, ref="main")
         return time.perf_counter() - began
@@ -41,14 +42,14 @@ def appended(folder: Path, *, count: int, n: int) -> Entry:
     return compare("10 % appended, against a full build", times, ours="grown", other="full", at_most=0.12)
 
 
-def shared(folder: Path, *, count: int) -> Entry:
+def shared(folder: Path, *, count: int, length: int) -> Entry:
     """Bytes of the partitions into 2, 4 and 8 blocks kept together, against the last alone."""
 
     def stored(name: str, partitions: tuple[int, ...]) -> float:
         store = zgstore.Store.init(folder / name)
         for blocks in partitions:
             points = synthetic.points(LAYERS)[:: LAYERS // blocks]
-            recipe = synthetic.recipe(folder, count=count, boundaries=points, **SHAPE)
+            recipe = synthetic.recipe(folder, count=count, boundaries=points, length=length, **SHAPE)
             zgstore.build(store, recipe, ref=f"blocks-{blocks}")
         return sum(path.stat().st_size for path in (store.path / "objects").rglob("*.safetensors")) / 2**20
 
@@ -57,10 +58,10 @@ def shared(folder: Path, *, count: int) -> Entry:
     return compare(name, bytes_, ours="together", other="alone", at_most=1.0, unit="MiB")
 
 
-def run(scratch: Path, *, count: int, n: int) -> list[Entry]:
-    """Both entries, over ``count`` batches."""
+def run(scratch: Path, *, count: int, n: int, length: int = LENGTH) -> list[Entry]:
+    """Both entries, over ``count`` batches of rows of ``length`` positions."""
     folder = scratch / "reuse"
     folder.mkdir(parents=True)
-    entries = [appended(folder, count=count, n=n), shared(folder, count=2)]
+    entries = [appended(folder, count=count, n=n, length=length), shared(folder, count=2, length=length)]
     shutil.rmtree(folder)
     return entries

@@ -11,6 +11,9 @@ import pytest
 from tests.benchmarks import build, plot, results
 from tests.benchmarks.__main__ import BENCHMARKS, TINY, measure
 from tests.benchmarks.measuring import compare, machine, told, within
+from tests.benchmarks.peers import __main__ as peers
+from tests.benchmarks.peers.boundaries import made
+from tests.benchmarks.peers.ours import Zgstore
 from zgstore.building import sections
 from zgstore.building.recipe import load_recipe
 
@@ -26,9 +29,18 @@ def _own_import_path(monkeypatch):
 def test_a_benchmark_runs(name, tmp_path):
     entries, more = measure(name, tmp_path, TINY)
     assert entries
-    assert all(entry.n == 1 and entry.ours > 0 for entry in entries)
+    assert all(entry.n == 1 for entry in entries)
     if name == "scale":
         assert plot.drawn(more["scale"]).startswith("<svg xmlns=")
+
+
+def test_peers_are_measured_and_a_skipped_one_says_why(tmp_path):
+    times, bits = peers.measure(tmp_path, made(0.02), [Zgstore], n=1)
+    assert bits == {"zgstore": ("found", "found")}
+    lines = peers.table(times, bits, {"other": "there is no program other"})
+    assert lines[-1].startswith("| other | skipped: there is no program other |")
+    assert {line.count("|") for line in lines} == {len(peers.MEASURES) + 4}
+    assert [entry.holds for entry in peers.entries_of(times, bits)] == [True]
 
 
 def test_the_recipe_of_the_real_build_names_what_is_there(tmp_path):

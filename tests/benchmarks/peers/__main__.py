@@ -100,7 +100,7 @@ def flipped(peer: Peer) -> tuple[str, str]:
     flip(peer.kept())
     try:
         peer.forget()
-        alike = all(same(given, piece) for given, piece in zip(peer.everything(), peer.data.first, strict=True))
+        alike = all(same(given, piece) for given, piece in zip(peer.everything(), peer.data.all, strict=True))
         on_read = "not met" if alike else "given back in silence"
     except Exception:  # noqa: BLE001 - whatever a peer says is better than nothing
         on_read = "found"

@@ -33,6 +33,11 @@ class Boundaries:
     cut: int
 
     @property
+    def all(self) -> list[Piece]:
+        """In the end."""
+        return self.first + self.more
+
+    @property
     def bytes(self) -> int:
         """Of what is taken in first."""
         return sum(piece.nbytes for piece in self.first)

@@ -55,7 +55,7 @@ class Icechunk(Library):
 
     def grow(self) -> None:
         """The chunks that are there stay; the array is made longer."""
-        self._write(self.data.first + self.data.more, since=len(self.data.first))
+        self._write(self.data.all, since=len(self.data.first))
 
     def _write(self, pieces: list[Piece], *, since: int = 0) -> None:
         import zarr
@@ -131,7 +131,7 @@ class Datasets(Library):
 
     def grow(self) -> None:
         """It cannot add to what is saved: all is written anew."""
-        self._write(self.data.first + self.data.more)
+        self._write(self.data.all)
 
     def _write(self, pieces: list[Piece]) -> None:
         import datasets

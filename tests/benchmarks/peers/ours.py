@@ -38,7 +38,7 @@ class Zgstore(Peer):
         self._write(self.data.first)
 
     def grow(self) -> None:
-        self._write(self.data.first + self.data.more)
+        self._write(self.data.all)
 
     def _write(self, pieces: list[Piece]) -> None:
         with zgstore.writer(self.store, PINS, cut=self.data.cut) as writer:

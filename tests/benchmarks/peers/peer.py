@@ -54,7 +54,7 @@ class Peer:
         """Whatever comes before the bytes that are new."""
 
     def grow(self) -> None:
-        """Take in all of ``data.first`` and ``data.more``."""
+        """Take in ``data.all``."""
         raise NotImplementedError
 
     def verify(self) -> None:
@@ -73,8 +73,8 @@ class Peer:
         """Let go of what reading has opened."""
 
     def everything(self) -> Iterator[Read]:
-        """All pieces of ``data.first``, in order, however that is done best."""
-        return (self.read(number) for number in range(len(self.data.first)))
+        """The pieces of ``data.all``, in order, however that is done best."""
+        return (self.read(number) for number in range(len(self.data.all)))
 
     def kept(self) -> Path:
         """The folder that holds what it keeps; a tool's own copy of what it was given is not counted."""

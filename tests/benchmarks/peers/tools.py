@@ -39,7 +39,7 @@ class OverFiles(Tool):
     def _restored(self) -> Iterator[bytes]:
         """The pieces of a copy that was restored."""
         found = {path.name: path for path in (self.folder / "restored").rglob("*.bin")}
-        return (found[name_of(number)].read_bytes() for number in range(len(self.data.first)))
+        return (found[name_of(number)].read_bytes() for number in range(len(self.data.all)))
 
 
 class Dvc(OverFiles):
