@@ -38,6 +38,7 @@ from zgtrain.prefixes import relayed
 FISHER_BATCHES = 24
 KL = "train.loss.token_kl=1.0"
 NEAR = "train.loss.name=fisher:near"
+TUNED = (NEAR, KL, "train.lr=1e-3")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Way:
     """How a student is trained.
 
     Args:
-        sets: Over the job.
+        sets: Over the job, and over the base's.
         base: Of a relay: the way whose blocks it polishes. Without one it trains new blocks.
         polish: For how many steps.
     """
@@ -60,13 +61,15 @@ BLOCKS = {
     "kl": Way((KL,)),
     "fisher": Way((NEAR,)),
     "fisher-kl": Way((NEAR, KL)),
-    "fisher-kl-long": Way((NEAR, KL, "train.steps=1152")),
+    "tuned": Way(TUNED),
+    "tuned-long": Way((*TUNED, "train.steps=1152")),
 }
 RELAYS = {
     "clean-polish": Way(base="clean", polish=96),
-    "fisher-kl-polish": Way((NEAR, KL), base="fisher-kl", polish=96),
+    "tuned-polish": Way(base="tuned", polish=96),
+    "tuned-long-polish": Way(base="tuned-long", polish=192),
     "relay": Way(),
-    "fisher-kl-relay": Way((NEAR, KL)),
+    "tuned-relay": Way(TUNED),
 }
 END_TO_END = {"end-to-end": Way(("train.lr=3e-4",)), "end-to-end-128": Way(("train.lr=3e-4", "train.steps=128"))}
 
@@ -111,7 +114,7 @@ def _start(job):
 # ---- the ways ----
 
 
-def blocks(job, way):
+def blocks(job, _way):
     """All blocks apart, one at a time: each has the machine, and the slowest is the critical path."""
     launched = zgtrain.launch(job, on_change=watching(job))
     if launched.error is not None:
@@ -120,7 +123,8 @@ def blocks(job, way):
     seconds = [each["seconds"]["total"] for each in reports]
     return {
         "way": "blocks", "steps": job.train.steps, "critical_seconds": max(seconds), "device_seconds": sum(seconds),
-        "fisher": NEAR in way.sets, "peak_memory_bytes": max(each["peak_memory_bytes"] for each in reports),
+        "fisher": "fisher" in job.train.loss.name,
+        "peak_memory_bytes": max(each["peak_memory_bytes"] for each in reports),
         "evaluation": apart(_evaluate, job)[0],
     }  # fmt: skip
 
@@ -138,7 +142,7 @@ def relay(job, way):
     spent = json.loads(_spent(job).read_text(encoding="utf-8"))
     return {
         "way": "relay", "steps": steps, "critical_seconds": before["critical_seconds"] + spent,
-        "device_seconds": before["device_seconds"] + spent, "fisher": NEAR in way.sets,
+        "device_seconds": before["device_seconds"] + spent, "fisher": "fisher" in job.train.loss.name,
         "peak_memory_bytes": max(peak, before["peak_memory_bytes"]),
         "evaluation": apart(_evaluate, relayed(job, steps=steps))[0],
     }  # fmt: skip
@@ -193,7 +197,8 @@ def main():
     for part, (ways, train) in PARTS.items():
         for name, way in ways.items():
             if part in chosen and name in (args.way or ways):
-                kept(name, train, load_job((*way.sets, *args.set), name), way)
+                base = BLOCKS[way.base].sets if way.base else ()
+                kept(name, train, load_job((*base, *way.sets, *args.set), name), way)
     if "report" in chosen:
         table.write([name for ways, _ in PARTS.values() for name in ways])
 

@@ -41,6 +41,8 @@ def _head(start, build, fisher):
         f"{build['seconds']['total']:.0f} s, {build['peak_memory_bytes'] / 1e6:.0f} MB of memory. "
         f"Fisher information: {fisher['rows']} rows, {fisher['seconds']:.0f} s."
     )
+    if build["shards"]["reused"]:
+        said += " The snapshot was found there, all of it or in part: these are not a build's seconds."
     return [
         said,
         "",

@@ -72,7 +72,7 @@ def found(results, name):
 
 @pytest.mark.timeout(300)
 def test_one_command_goes_from_the_teacher_to_the_table(run):
-    ways = ["fisher-kl", "fisher-kl-polish", "end-to-end"]
+    ways = ["tuned", "tuned-polish", "end-to-end"]
     said, results = run(*(word for name in ways for word in ("--way", name)))
     rows = [line for line in (results / "results.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     assert [row.split(" | ")[0] for row in rows[1:]] == [f"| {name}" for name in ways]
