@@ -167,11 +167,95 @@ def test_a_link_in_the_place_of_a_ref_is_not_followed(refs, tmp_path):
 def test_forgotten_entries_are_no_history(refs):
     for digest in (A, B, C):
         refs.move("main", "head", digest)
-    refs.forget("main", "head", refs.log("main")[1:])
+    refs.forget("main", "head", through=refs.log("main")[1].number)
     assert [entry.new for entry in refs.log("main")] == [C]
     assert refs.at("main", 0) == C
     with pytest.raises(NotFound):
         refs.at("main", 1)
+
+
+def entry_file(refs, number, name="main"):
+    return refs.root / "reflog" / "heads" / name / f"{number:012d}"
+
+
+def moved(refs, *digests, name="main"):
+    for digest in digests:
+        refs.move(name, "head", digest)
+
+
+def test_a_history_that_follows_has_no_break_whatever_was_abandoned_or_forgotten(refs):
+    moved(refs, A, B)
+    entry_file(refs, 3).write_text(f"{B} {C} -\n")  # killed before the ref was written
+    assert refs.history("main").breaks == ()
+    moved(refs, A, C)
+    assert [entry.new for entry in refs.log("main")] == [C, A, B, A]
+    refs.forget("main", "head", through=4)
+    assert [entry.number for entry in refs.history("main").entries] == [5]
+    assert refs.history("main").breaks == ()
+
+
+def test_a_lost_entry_is_a_break_and_hides_nothing_before_it(refs):
+    moved(refs, A, B, C)
+    entry_file(refs, 2).unlink()
+    history = refs.history("main")
+    assert [entry.new for entry in history.entries] == [C, A]
+    assert history.breaks == ((entry_file(refs, 3), B),)
+
+
+@pytest.mark.parametrize("field", ["old", "new"])
+def test_an_entry_that_names_another_is_a_break_and_hides_nothing(refs, field):
+    moved(refs, A, B, C)
+    other = digest_of("snapshot", b"other")
+    entry_file(refs, 2).write_text(f"{other} {B} -\n" if field == "old" else f"{A} {other} -\n")
+    history = refs.history("main")
+    assert [entry.new for entry in history.entries] == [C, B if field == "old" else other, A]
+    assert history.breaks == (
+        ((entry_file(refs, 2), other),) if field == "old" else ((entry_file(refs, 3), B),)
+    )  # fmt: skip
+
+
+def test_two_names_that_were_exchanged_are_breaks_and_setting_them_again_ends_that(refs):
+    moved(refs, A, B)
+    moved(refs, C, name="other")
+    here, there = (refs.root / "refs" / "heads" / name for name in ("main", "other"))
+    text = here.read_text()
+    here.write_text(there.read_text())
+    there.write_text(text)
+    assert refs.history("main").breaks == ((here, C),)
+    assert [entry.new for entry in refs.log("main")] == [B, A]
+    moved(refs, C)  # it is meant
+    moved(refs, C, name="other")
+    assert (refs.history("main").breaks, refs.history("other").breaks) == ((), ())
+    assert [entry.new for entry in refs.log("main")] == [C, B, A]
+
+
+def test_a_name_that_is_gone_and_has_a_log_is_told(refs):
+    moved(refs, A, B)
+    (refs.root / "refs" / "heads" / "main").unlink()
+    ((name, kind, log),) = refs.lost()
+    assert (name, kind, [entry.new for entry in log]) == ("main", "head", [B, A])
+    moved(refs, B)
+    assert refs.lost() == []
+
+
+def test_a_removal_that_is_killed_leaves_a_name_that_follows(refs, monkeypatch):
+    moved(refs, A, B, C)
+    real, left = os.unlink, [2]
+
+    def stop(name, **how):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        real(name, **how)
+
+    monkeypatch.setattr(os, "unlink", stop)
+    with pytest.raises(KeyboardInterrupt):
+        refs.remove("main", "head")
+    monkeypatch.undo()
+    assert [entry.new for entry in refs.log("main")] == [C, B]
+    assert refs.history("main").breaks == ()
+    assert refs.remove("main", "head") == C
+    assert refs.lost() == []
 
 
 def test_the_nearest_names_are_hinted_at(refs):

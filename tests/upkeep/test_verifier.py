@@ -249,6 +249,42 @@ def test_torn_reflogs_and_holds_are_all_named(store):
     assert all(problem.kind == "corrupt" for problem in problems)
 
 
+def test_a_ref_that_its_log_contradicts_is_found_and_setting_it_mends_it(store):
+    first, second = publish(store, "main", [1]), publish(store, "main", [2])
+    store.point("other", "head", first)
+    path = store.path / "refs" / "heads" / "other"
+    path.write_text(f"{second}\n")
+    (problem,) = verify(store)
+    assert (problem.kind, problem.path, problem.refs) == ("corrupt", str(path), ("other",))
+    assert first.short in problem.hint
+    store.point("other", "head", second)
+    assert list(verify(store)) == []
+
+
+def test_a_ref_that_is_gone_is_missed_where_its_log_tells_that_it_moved(store):
+    publish(store, "main", [1])
+    second = publish(store, "main", [2])
+    (store.path / "refs" / "heads" / "main").unlink()
+    (problem,) = verify(store)
+    assert (problem.kind, problem.refs) == ("missing", ("main",))
+    assert f"zgstore ref set main {second.short}" in problem.hint
+    before = objects_in(store)
+    collector.collect(store, now=True)
+    assert objects_in(store) == before
+    store.point("main", "head", second)
+    assert list(verify(store)) == []
+
+
+def test_a_lost_entry_of_a_reflog_is_found(store):
+    for fill in (1, 2, 3):
+        publish(store, "main", [fill])
+    entries = sorted((store.path / "reflog" / "heads" / "main").iterdir())
+    entries[1].unlink()
+    (problem,) = verify(store)
+    assert (problem.kind, problem.path) == ("corrupt", str(entries[2]))
+    assert "zgstore tag" in problem.hint
+
+
 def test_a_digest_that_is_no_object_s_is_missing_by_name(store):
     absent = Digest(b"\x05" * 32)
     (problem,) = verify(store, [absent])

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from zgstore.errors import Conflict, Corrupt, Invalid, NotFound
 from zgstore.format.digest import Digest
@@ -58,6 +58,25 @@ class LogEntry:
     record: Digest | None
     time_seconds: float
     number: int = 0
+
+
+class Break(NamedTuple):
+    """Where a ref and its reflog, or two entries of it, do not follow each other: something between them is lost.
+
+    Args:
+        path: The ref's file, or the entry after which something is missing.
+        digest: What it says that came before, and that nothing before it tells of.
+    """
+
+    path: Path
+    digest: Digest
+
+
+class History(NamedTuple):
+    """The moves of a ref, newest first, and where they do not follow each other."""
+
+    entries: tuple[LogEntry, ...]
+    breaks: tuple[Break, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +181,8 @@ class Refs:
                 old = self.last_logged(name, kind)  # a torn ref is mended by setting it
             if expect is not ANY and expect != old:
                 raise _moved(name, kind, old, expect)
+            if old is not None and not self._is_logged(name, kind, old):
+                self._append(name, kind, LogEntry(self.last_logged(name, kind), old, None, 0.0))
             if old == new and self._files.read(top, name) == _line(new):
                 return
             if old is None:
@@ -179,9 +200,9 @@ class Refs:
             old = self.get(name, kind)
             if old is None:
                 raise NotFound(f"there is no {_what(kind)} {name!r}", hint=self.nearest(name))
+            # The name last: a log without its name tells that the name was lost.
+            self._forget(name, kind, self._numbers(name, kind))
             self._files.unlink(("refs", KINDS[kind]), name)
-            for number in self._numbers(name, kind):
-                self._files.unlink(("reflog", KINDS[kind]), f"{name}/{number:012d}")
             return old
 
     # -- history ---------------------------------------------------------------------------------------------------
@@ -200,22 +221,57 @@ class Refs:
             NotFound: if there is no such ref.
             Corrupt: if an entry is torn.
         """
+        return [*self.history(name, kind, damaged=damaged).entries]
+
+    def history(self, name: str, kind: str | None = None, *, damaged: builtins.list[Corrupt] | None = None) -> History:
+        """The same, and where its parts do not follow each other. Raises as ``log``."""
         for each in (kind,) if kind else KINDS:
             now = self.get(name, each)
-            if now is None:
-                continue
-            taken: builtins.list[LogEntry] = []
-            expected: Digest | None = now
-            below = next(iter(self._numbers(name, each)), 0)  # the number that should come next
-            for entry in self._entries(name, each, damaged=damaged):
-                # What stood between two entries that do not follow each other is not known: both count.
-                if entry.new == expected or entry.number < below:
-                    taken.append(entry)
-                    expected, below = entry.old, entry.number - 1
-                elif entry.number == below:
-                    below -= 1
-            return taken
+            if now is not None:
+                return self._history(name, each, now, damaged)
         raise NotFound(f"there is no ref or tag {name!r}", hint=self.nearest(name))
+
+    def _history(self, name: str, kind: str, now: Digest, damaged: builtins.list[Corrupt] | None) -> History:
+        entries = self._entries(name, kind, damaged=damaged)
+        # A value that an entry replaced, or gave, is told of by it: the oldest that does.
+        told = {digest: at for at, entry in enumerate(entries) for digest in (entry.old, entry.new)}
+        taken, breaks = builtins.list[LogEntry](), builtins.list[Break]()
+        expected: Digest | None = now
+        numbers = self._numbers(name, kind)
+        torn_ones = {*numbers} - {entry.number for entry in entries}  # each told by itself
+        below = next(iter(numbers), 0)  # the number that should come next
+        path = self.root / "refs" / KINDS[kind] / name
+        for at, entry in enumerate(entries):
+            is_lost = expected is not None and told.get(expected, -1) < at
+            if is_lost and expected is not None and torn_ones.isdisjoint(range(entry.number, below + 1)):
+                breaks.append(Break(path, expected))
+            # What stood between two entries that do not follow each other is not known: both count.
+            if entry.new == expected or entry.number < below or is_lost:
+                taken.append(entry)
+                expected, below = entry.old, entry.number - 1
+                path = self.root.joinpath("reflog", KINDS[kind], name, f"{entry.number:012d}")
+            elif entry.number == below:
+                below -= 1
+        return History(tuple(taken), tuple(breaks))
+
+    def _is_logged(self, name: str, kind: str, digest: Digest) -> bool:
+        """Whether the newest entry tells of it: as what it gave, or as what it was about to replace."""
+        newest = next(self._read_entries(name, kind, damaged=[]), None)
+        return newest is None or digest in {newest.old, newest.new}
+
+    def lost(self) -> builtins.list[tuple[str, str, tuple[LogEntry, ...]]]:
+        """Names (and kinds) that have a log and are not there, with all that was logged, newest first.
+
+        The name was lost, or the process that gave it for the first time was killed: then no entry replaces anything.
+        """
+        found = []
+        for kind, folder in KINDS.items():
+            logged = dict.fromkeys(path.rpartition("/")[0] for path in self._files.names(("reflog", folder)))
+            for name in sorted(set(logged) - {"", *self._files.names(("refs", folder))}):
+                entries = self._entries(name, kind, damaged=[])
+                if entries:
+                    found.append((name, kind, tuple(entries)))
+        return found
 
     def at(self, name: str, n: int) -> Digest:
         """``NAME@{N}``: what the name meant N moves ago.
@@ -234,11 +290,15 @@ class Refs:
             hint=f"see `zgstore log {name}`",
         )
 
-    def forget(self, name: str, kind: str, entries: Iterable[LogEntry]) -> None:
-        """Remove these reflog entries. The caller holds the store lock exclusively."""
+    def forget(self, name: str, kind: str, *, through: int) -> None:
+        """Remove the reflog's entries up to this number. The caller holds the store lock exclusively."""
         with self._files.alone():
-            for entry in entries:
-                self._files.unlink(("reflog", KINDS[kind]), f"{name}/{entry.number:012d}")
+            self._forget(name, kind, [number for number in self._numbers(name, kind) if number <= through])
+
+    def _forget(self, name: str, kind: str, numbers: Iterable[int]) -> None:
+        """The oldest first: whenever this ends, what is left follows each other."""
+        for number in sorted(numbers):
+            self._files.unlink(("reflog", KINDS[kind]), f"{name}/{number:012d}")
 
     def forget_record(self, record: Digest) -> bool:
         """Let the reflog name this record no more; whether it did. The caller holds the store lock."""
@@ -261,8 +321,8 @@ class Refs:
 
     def last_logged(self, name: str, kind: str) -> Digest | None:
         """What the newest sound reflog entry says the ref should name: what to set a torn one to."""
-        entries = self._entries(name, kind, damaged=[])
-        return entries[0].new if entries else None
+        newest = next(self._read_entries(name, kind, damaged=[]), None)
+        return newest.new if newest else None
 
     def _numbers(self, name: str, kind: str) -> builtins.list[int]:
         """The numbers of a name's reflog entries, newest first."""
@@ -276,15 +336,18 @@ class Refs:
         self, name: str, kind: str, *, damaged: builtins.list[Corrupt] | None = None
     ) -> builtins.list[LogEntry]:
         """All that was logged for a name, newest first."""
-        entries = []
+        return [*self._read_entries(name, kind, damaged=damaged)]
+
+    def _read_entries(
+        self, name: str, kind: str, *, damaged: builtins.list[Corrupt] | None = None
+    ) -> Iterator[LogEntry]:
         parts = ("reflog", KINDS[kind], *name.split("/"))
         for number in self._numbers(name, kind):
             path = self.root.joinpath(*parts, f"{number:012d}")
             with _collected(damaged), contextlib.suppress(FileNotFoundError), directory(self.root, *parts) as handle:
                 body = read_all(handle, path.name, path, limit_bytes=MAX_FILE_BYTES)
                 time_seconds = os.stat(path.name, dir_fd=handle).st_mtime
-                entries.append(_parse_entry(path, body, time_seconds))
-        return entries
+                yield _parse_entry(path, body, time_seconds)
 
     def _append(self, name: str, kind: str, entry: LogEntry) -> None:
         number = next(iter(self._numbers(name, kind)), 0) + 1

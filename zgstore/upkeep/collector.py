@@ -188,7 +188,7 @@ class _Collection:
         if self.planned.expire:
             with self._alone():
                 for name, kind, entry in expired(self.store, self.planned.rules):
-                    self.store.refs.forget(name, kind, [entry])
+                    self.store.refs.forget(name, kind, through=entry.number)
 
     def _remove_leftovers(self) -> None:
         living: set[str] = set()

@@ -119,7 +119,7 @@ class GcPlan:
 
     Args:
         rules: The ages it was made by.
-        expire: Reflog entries past retention: (ref, kind, entry).
+        expire: Of each ref, the newest reflog entry past retention: (ref, kind, entry).
         leftovers: Of the dead, to remove.
         restore: In the trash, and kept by something: to move back.
         free: In the trash for longer than the grace: to unlink.
@@ -393,10 +393,10 @@ FOREIGN: Final = Stat(0, 0, 0, 0, 0)
 
 
 def expired(store: Store, rules: Rules) -> Iterator[tuple[str, str, LogEntry]]:
-    """Reflog entries past retention."""
+    """Of each ref, the newest reflog entry past retention: it goes with all before it."""
     for ref in store.refs.list():
         log = log_of(store, ref)
-        for entry in log[rules.retention.kept(log, rules.now) :]:
+        for entry in log[rules.retention.kept(log, rules.now) :][:1]:
             yield ref.name, ref.kind, entry
 
 

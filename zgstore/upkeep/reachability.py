@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -13,7 +13,7 @@ from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
 from zgstore.format.fields import all_digests, pack_u64, raw_digests
 from zgstore.format.manifest import Snapshot
 from zgstore.format.pages import LeafPage, RootPage, RowsRoot
-from zgstore.storage.refs import LogEntry, Ref
+from zgstore.storage.refs import History, LogEntry, Ref
 from zgstore.storage.store import Store
 from zgstore.upkeep.digestsets import DigestSet, both, chosen, total
 
@@ -88,10 +88,28 @@ class Roots:
 
 def log_of(store: Store, ref: Ref, *, damaged: list[Corrupt] | None = None) -> list[LogEntry]:
     """A listed ref's log; nothing if it was removed since: removing one waits for nobody."""
+    return [*history_of(store, ref, damaged=damaged).entries]
+
+
+def history_of(store: Store, ref: Ref, *, damaged: list[Corrupt] | None = None) -> History:
+    """The same, and where it does not follow."""
     try:
-        return store.refs.log(ref.name, ref.kind, damaged=damaged)
+        return store.refs.history(ref.name, ref.kind, damaged=damaged)
     except NotFound:
-        return []
+        return History((), ())
+
+
+def lost_entries(store: Store, *, retention: Retention, now: float) -> Iterator[tuple[str, int, LogEntry]]:
+    """What is logged of names that are gone, within retention by its own age, and is there: (name, number, entry)."""
+    for name, _, log in store.refs.lost():
+        for at, entry in enumerate(log):
+            is_young = retention.seconds is not None and entry.time_seconds > now - retention.seconds
+            if is_young and _is_here(store, entry.new):
+                yield name, at, entry
+
+
+def _is_here(store: Store, digest: Digest) -> bool:
+    return store.objects.stats([digest], "meta", strict=False) != [None]
 
 
 def roots(store: Store, *, retention: Retention, now: float) -> Roots:
@@ -109,6 +127,9 @@ def roots(store: Store, *, retention: Retention, now: float) -> Roots:
             named.append(Root("reflog", name, entry.new))
             if entry.record is not None:
                 named.append(Root("reflog", name, entry.record))
+    for name, at, entry in lost_entries(store, retention=retention, now=now):
+        there = [digest for digest in (entry.new, entry.record) if digest is not None and _is_here(store, digest)]
+        named += [Root("reflog", f"{name}@{{{at}}}", digest) for digest in there]
     named += [Root("hold", hold.name, hold.snapshot) for hold in store.refs.holds()]
     leased = tuple((lease.uuid, lease.digests) for lease in store.leases.all() if lease.alive)
     order = {kind: at for at, kind in enumerate(ROOT_KINDS)}

@@ -15,9 +15,10 @@ from zgstore.format.manifest import Column, Constant, Record, Snapshot
 from zgstore.format.pages import Dropped, LeafPage, RootPage, RowsPage, RowsRoot
 from zgstore.storage import partials
 from zgstore.storage.objects import Stat
+from zgstore.storage.refs import KINDS, Break, Ref
 from zgstore.storage.store import Store
 from zgstore.upkeep.digestsets import DigestSet
-from zgstore.upkeep.reachability import Retention, log_of
+from zgstore.upkeep.reachability import Retention, history_of, lost_entries
 
 Page = TypeVar("Page", Snapshot, RootPage, LeafPage, Dropped, RowsRoot, RowsPage, Record)
 
@@ -140,17 +141,29 @@ class Survey:
         now, retention = self.store.now(), Retention()
         for ref in self.store.refs.list(damaged=torn):
             self._names.setdefault(ref.snapshot, []).append(ref.name)
-            log = log_of(self.store, ref, damaged=torn)
+            log, breaks = history_of(self.store, ref, damaged=torn)
+            self.faults += [_broken(self.store, ref, each) for each in breaks]
             for at, entry in enumerate(log[: retention.kept(log, now)]):
                 name = f"{ref.name}@{{{at}}}"
                 if at:  # the newest is what the ref names
                     self._names.setdefault(entry.new, []).append(name)
                 if entry.record is not None:
                     self._records.setdefault(entry.record, []).append(name)
+        self._name_lost(retention, now)
         for hold in self.store.refs.holds(damaged=torn):
             self._names.setdefault(hold.snapshot, []).append(f"hold {hold.name}")
         for error in torn:
             self._torn(error)
+
+    def _name_lost(self, retention: Retention, now: float) -> None:
+        """Names whose log tells that they moved, and that are not there."""
+        for name, kind, log in self.store.refs.lost():
+            if any(entry.old is not None for entry in log):
+                path = self.store.path.joinpath("refs", KINDS[kind], *name.split("/"))
+                why = f"{path} is gone, and its reflog tells that it named {log[0].new.short}"
+                self.faults.append(Fault("missing", None, path, why, _set_again(name, kind, log[0].new)))
+        for name, at, entry in lost_entries(self.store, retention=retention, now=now):
+            self._names.setdefault(entry.new, []).append(f"{name}@{{{at}}}")
 
     def _torn(self, error: Corrupt) -> None:
         """A file that should hold a digest: a ref is set again from its reflog, others hurt nothing by going."""
@@ -159,9 +172,7 @@ class Survey:
         hint = f"remove {path}: what it named is named elsewhere, or not at all"
         if top == "refs" and len(rest) > 1:
             kind, name = "head" if rest[0] == "heads" else "tag", "/".join(rest[1:])
-            last = self.store.refs.last_logged(name, kind)
-            was = last.short if last else "REV"
-            hint = f"`zgstore ref set {name} {was}`" if kind == "head" else f"`zgstore tag {name} {was} --force`"
+            hint = _set_again(name, kind, self.store.refs.last_logged(name, kind))
         elif top == "holds":
             hint = f"remove {path}, then `zgstore hold {'/'.join(rest)} REV` again"
         self.faults.append(Fault("corrupt", None, path, error.message, hint))
@@ -337,6 +348,24 @@ class Survey:
     def pages(self) -> Iterable[Digest]:
         """Every metadata object that was looked for."""
         return self._read.keys()
+
+
+def _set_again(name: str, kind: str, digest: Digest | None) -> str:
+    was = digest.short if digest else "REV"
+    return f"`zgstore ref set {name} {was}`" if kind == "head" else f"`zgstore tag {name} {was} --force`"
+
+
+def _broken(store: Store, ref: Ref, lost: Break) -> Fault:
+    """A ref that is not what its log says, or a log that lacks an entry."""
+    was = lost.digest.short
+    if lost.path.is_relative_to(store.path / "refs"):
+        why = f"{lost.path} names {was}, which its reflog does not tell of"
+        last = store.refs.last_logged(ref.name, ref.kind)
+        hint = f"{_set_again(ref.name, ref.kind, last)} is what its reflog says; or set it to {was}, if that is meant"
+    else:
+        why = f"{lost.path} says that {ref.name} named {was} before, and no entry before it tells of that"
+        hint = f"name it, if it is wanted: `zgstore tag NAME {was}`; then remove {lost.path} and the entries before it"
+    return Fault("corrupt", None, lost.path, why, hint)
 
 
 _REPAIR: Final = "make it anew: `zgstore verify{revs} --repair --recipe RECIPE`, or `--from STORE`"
