@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "reading"))
 from stored import RAGGED, dense, make_store, ragged
 
 from zgstore.errors import Corrupt, Missing, Partial, Transient
+from zgstore.format.fields import pack_u64
+from zgstore.format.pages import Dropped, RootPage
 from zgstore.reading.opening import read
 from zgstore.reading.sampler import Sampler
 from zgstore.storage import partials
+from zgstore.upkeep.differ import diff
+from zgstore.upkeep.verifier import verify
 
 
 @pytest.fixture
@@ -149,6 +154,52 @@ def test_damaged_offsets_are_found(tmp_path):
                 look()
     with read(made.store, "main", columns=["h.0"], verify="never") as reader, pytest.raises(Corrupt):
         reader[5]
+
+
+def test_a_blob_that_is_cut_while_it_is_compared_is_an_error_and_kills_nothing(tmp_path):
+    wide = {"h.0": [torch.full((6, 4096), float(row)) for row in range(8)]}
+    made = make_store(tmp_path / "store", wide)
+    other = {"h.0": [row + 1 for row in wide["h.0"]]}
+    make_store(tmp_path / "store", other, ref="other")
+
+    def cut(_bytes):
+        path = made.path("h.0", 0)
+        path.chmod(0o600)
+        os.truncate(path, 4096 + 10)
+
+    with pytest.raises((Corrupt, Transient)):
+        diff(made.store, "main", "other", values=True, progress=cut)
+
+
+def lying(made, *, samples=18, **fields):
+    """The snapshot again with these fields of its only leaf page changed, every digest true."""
+    store, snapshot = made.store, made.store.snapshot(made.digest)
+    leaf = replace(next(store.leaves(snapshot)), **fields)
+    with store.writing("test") as session:
+        named = session.put_meta("page", leaf.encode())
+        root = session.put_meta("page", RootPage.of([(named, leaf)], columns=len(snapshot.columns)).encode())
+        session.publish(replace(snapshot, root=root, samples=samples), ref="lying")
+
+
+@pytest.mark.parametrize("rows", [[4, 4, 5, 5, 2], [5, 4, 4, 4, 8], [1 << 40, 4, 4, 4, 9]])
+def test_a_page_that_counts_other_rows_than_a_blob_holds_is_never_read_as_values(made, rows):
+    lying(made, rows=pack_u64(rows))
+    with pytest.raises(Corrupt, match="rows"):
+        read(made.store, "lying", columns=["h.0"])
+    lying(made, samples=sum(rows), rows=pack_u64(rows))
+    with read(made.store, "lying", columns=["h.0"]) as reader, pytest.raises(Corrupt, match="rows"):
+        reader.batch(range(len(reader) - 20, len(reader)))
+    assert any("rows" in problem.message for problem in verify(made.store, ["lying"]))
+
+
+@pytest.mark.parametrize("masked", [(3, 2), (2, 2), (18,), (1 << 63,)])
+def test_a_page_that_masks_rows_that_are_not_there_is_corrupt(made, masked):
+    store, snapshot = made.store, made.store.snapshot(made.digest)
+    with store.writing("test") as session:
+        dropped = session.put_meta("page", Dropped(masked, ("nan",) * len(masked)).encode())
+        session.publish(replace(snapshot, dropped=dropped), ref="lying")
+    with pytest.raises(Corrupt, match="masks"):
+        read(store, "lying")
 
 
 def test_a_part_reads_what_it_has_and_names_the_copy_that_fetches_the_rest(made):

@@ -13,10 +13,11 @@ from zgstore.format import canonical
 from zgstore.format.action import Action, decode_sealed, encode_sealed
 from zgstore.format.digest import Digest, digest_of
 from zgstore.format.manifest import Column, Constant, Pins, Record, Snapshot
-from zgstore.format.pages import Blob, Dropped, LeafPage, RootPage, RowsPage, RowsRoot, Shard, rows_tree
+from zgstore.format.pages import MAX_ROWS, Blob, Dropped, LeafPage, RootPage, RowsPage, RowsRoot, Shard, rows_tree
 
 DIGESTS = st.binary(min_size=32, max_size=32).map(Digest)
 SIZES = st.integers(0, (1 << 64) - 1)
+ROWS = st.integers(0, MAX_ROWS // 5)
 BLOBS = st.builds(Blob, DIGESTS, SIZES)
 PINS = Pins({"id": "t", "revision": "1", "measured": b"m" * 32}, {"id": "d"}, {"points": ["a:in"]})
 COLUMNS = (
@@ -28,7 +29,7 @@ COLUMNS = (
 
 
 def shards(columns):
-    return st.lists(st.builds(Shard, SIZES, DIGESTS, st.tuples(*[BLOBS] * columns)), min_size=1, max_size=5)
+    return st.lists(st.builds(Shard, ROWS, DIGESTS, st.tuples(*[BLOBS] * columns)), min_size=1, max_size=5)
 
 
 @given(st.integers(0, 3).flatmap(lambda n: st.tuples(st.just(n), shards(n))))
@@ -56,6 +57,7 @@ def test_a_root_page_sums_its_leaves():
     [
         {"rows": bytes(7)},
         {"rows": b""},
+        {"rows": (MAX_ROWS + 1).to_bytes(8, "little")},
         {"inputs": bytes(31)},
         {"blobs": [bytes(33)]},
         {"sizes": [bytes(16)]},

@@ -25,6 +25,7 @@ from zgstore.format.fields import (
 
 SHARDS_PER_LEAF: Final = 1024
 ROWS_PER_PAGE: Final = 1 << 16
+MAX_ROWS: Final = 1 << 48  # of a whole snapshot: positions are int64 wherever they are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,8 @@ class LeafPage:
         count = len(fields["rows"]) // 8
         if not 0 < count <= SHARDS_PER_LEAF or len(fields["rows"]) % 8:
             raise broken("leaf page", f"{len(fields['rows'])} bytes of row counts")
+        if sum(all_u64(fields["rows"])) > MAX_ROWS:
+            raise broken("leaf page", f"it counts more than {MAX_ROWS} rows")
         if len(fields["blobs"]) != len(fields["sizes"]):
             raise broken("leaf page", "as many columns of blobs as of sizes are needed")
         fixed_width("leaf page", fields["inputs"], count)
@@ -188,6 +191,8 @@ class RowsRoot:
     def decode(cls, body: bytes) -> Self:
         value = of_kind("rows-root", canonical.decode(body, what="rows root page"))
         fields = checked_fields("rows root page", value, pages=bytes, count=int)
+        if not 0 <= fields["count"] <= MAX_ROWS:
+            raise broken("rows root page", f"it counts {fields['count']} rows")
         fixed_width("rows root page", fields["pages"], -(-fields["count"] // ROWS_PER_PAGE))
         return cls(fields["pages"], fields["count"])
 
@@ -238,6 +243,8 @@ class Dropped:
             "dropped page", value, reasons=list, masked=bytes, masked_reasons=bytes, left_out=bytes,
             left_out_reasons=bytes,
         )  # fmt: skip
+        if not all(isinstance(reason, str) for reason in fields["reasons"]):
+            raise broken("dropped page", "a reason that is no text")
         parts: list[Any] = []
         for rows, why in (("masked", "masked_reasons"), ("left_out", "left_out_reasons")):
             fixed_width("dropped page", fields[why], len(fields[rows]) // 8, each=8)

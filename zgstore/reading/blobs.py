@@ -98,6 +98,7 @@ class Blobs:
         self.verify = verify
         self.plans: list[BlobPlan] = []
         self.kinds: list[Kind] = []
+        self.rows: list[int] = []
         self.shared = torch.empty(0, dtype=torch.uint8)
         self.notes: NDArray[np.uint8] = self.shared.numpy()
         self.closed = False
@@ -109,11 +110,12 @@ class Blobs:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, notes=state["shared"].numpy(), _here=None)
 
-    def extend(self, blobs: Iterable[tuple[BlobPlan, Kind]]) -> None:
-        """Add blobs; numbers go on counting. A growing build does this again and again."""
-        for plan, kind in blobs:
+    def extend(self, blobs: Iterable[tuple[BlobPlan, Kind, int]]) -> None:
+        """Add blobs, each with what it must be and its rows; numbers go on counting. A growing build does so often."""
+        for plan, kind, rows in blobs:
             self.plans.append(plan)
             self.kinds.append(kind)
+            self.rows.append(rows)
         if len(self.plans) > len(self.shared):
             shared = torch.zeros(max(len(self.plans), 2 * len(self.shared)), dtype=torch.uint8)
             shared[: len(self.shared)] = self.shared
@@ -326,8 +328,8 @@ class Blobs:
         kind, what, offsets = self.kinds[number], self._what(number), None
         try:
             header = read_header(os.pread(fd, ALIGNMENT, 0), file_size=self.plans[number].size, what=what)
-            if isinstance(kind, Column):
-                check_layout(header, kind, what=what)
+            if isinstance(kind, Column) and (rows := check_layout(header, kind, what=what)) != self.rows[number]:
+                raise self._corrupt(number, f"it holds {rows} rows, not {self.rows[number]}", self.rows[number], rows)
             if isinstance(kind, Column) and kind.ragged:
                 spec = header.tensor("offsets")
                 raw = as_tensor(os.pread(fd, spec.size, spec.start), "I64", spec.shape)

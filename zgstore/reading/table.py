@@ -80,7 +80,7 @@ class Table:
         self.plan = plan
         self.forms = {each.column.name: Form(each.column, place) for place, each in enumerate(plan.columns)}
         self.blobs = Blobs(plan.objects, hint=hint, verify=verify)
-        self.blobs.extend((blob, lay_out({"data": (dtype, shape)})) for _, dtype, shape, blob in plan.constants)
+        self.blobs.extend((blob, lay_out({"data": (dtype, shape)}), 0) for _, dtype, shape, blob in plan.constants)
         self._place_rows(plan, since=0)
 
     def grow(self, plan: ReadPlan) -> None:
@@ -90,7 +90,9 @@ class Table:
     def _place_rows(self, plan: ReadPlan, *, since: int) -> None:
         self.plan = plan
         self.blobs.extend(
-            (each.blobs[shard], each.column) for shard in range(since, len(plan.shard_rows)) for each in plan.columns
+            (each.blobs[shard], each.column, plan.shard_rows[shard])
+            for shard in range(since, len(plan.shard_rows))
+            for each in plan.columns
         )
         self.shard_rows = np.array(plan.shard_rows, np.int64)
         self.shard_ends = np.cumsum(self.shard_rows)

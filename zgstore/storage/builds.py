@@ -16,7 +16,7 @@ from zgstore.errors import Corrupt, Invalid
 from zgstore.format.action import decode_sealed, encode_sealed
 from zgstore.format.digest import DIGEST_BYTES, Digest
 from zgstore.format.manifest import Column
-from zgstore.format.pages import Blob, Shard
+from zgstore.format.pages import MAX_ROWS, Blob, Shard
 from zgstore.storage.files import create, faults, write_all
 
 _LENGTH: Final = struct.Struct("<Q")
@@ -108,6 +108,8 @@ def parse_build(content: bytes) -> Build:
         rows, inputs = _ENTRY.unpack_from(content, at)
         if rows == _END:
             return Build(head, columns, tuple(shards), Digest(inputs))
+        if rows > MAX_ROWS:
+            raise _torn(f"entry {len(shards)} counts {rows} rows")
         blobs = (_BLOB.unpack_from(content, at + _ENTRY.size + column * _BLOB.size) for column in range(len(columns)))
         shards.append(Shard(rows, Digest(inputs), tuple(Blob(Digest(raw), size) for raw, size in blobs)))
     return Build(head, columns, tuple(shards), None)

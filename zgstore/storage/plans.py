@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import lt
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zgstore.errors import Corrupt, Invalid, Missing, NotFound, Partial
 from zgstore.format.digest import Digest
 from zgstore.format.fields import all_digests, all_u64
-from zgstore.format.manifest import Column, Constant
-from zgstore.format.pages import Blob
+from zgstore.format.manifest import Column, Constant, Snapshot
+from zgstore.format.pages import MAX_ROWS, Blob
 from zgstore.format.readplan import BlobPlan, ColumnPlan, ReadPlan
 from zgstore.storage import partials
 from zgstore.storage.builds import Build
@@ -40,19 +41,19 @@ def read_plan(store: Store, digest: Digest, columns: Sequence[str] | None = None
     if columns is None:
         columns = [each.name for each in snapshot.columns if expected is None or each.name in expected]
     chosen = [snapshot.column(name) for name in columns]
-    rows: list[int] = []
-    blobs: list[list[Blob]] = [[] for _ in chosen]
-    for leaf in store.leaves(snapshot):
-        rows += all_u64(leaf.rows)
-        for mine, (place, _) in zip(blobs, chosen, strict=True):
-            mine.extend(map(Blob, all_digests(leaf.blobs[place]), all_u64(leaf.sizes[place])))
+    rows, blobs = _rows_and_blobs(store, snapshot, [place for place, _ in chosen])
+    masked = store.dropped(snapshot).masked
+    if not _are_rows(rows, masked):
+        raise _contradiction(digest, f"it has {sum(rows)} rows, and masks others or not in their order")
+    if snapshot.samples != sum(rows) - len(masked):
+        raise _contradiction(digest, f"it says {snapshot.samples} samples, and has {sum(rows)} rows")
     data = store.rows_root_of(snapshot)
     grown = ReadPlan(
         objects=str(store.path / "objects"),
         snapshot=str(digest),
         data=str(data) if data else "",
         shard_rows=tuple(rows),
-        masked=store.dropped(snapshot).masked,
+        masked=masked,
         columns=(),
     )
     try:
@@ -68,6 +69,23 @@ def read_plan(store: Store, digest: Digest, columns: Sequence[str] | None = None
             hint=f"fetch the rest from a store that has it: `zgstore copy {digest.short} --to {store.path}`",
             columns=sorted(expected or ()),
         ) from error
+
+
+def _rows_and_blobs(store: Store, snapshot: Snapshot, places: Sequence[int]) -> tuple[list[int], list[list[Blob]]]:
+    """Each shard's rows, and for each of these columns each shard's blob."""
+    rows: list[int] = []
+    blobs: list[list[Blob]] = [[] for _ in places]
+    for leaf in store.leaves(snapshot):
+        rows += all_u64(leaf.rows)
+        for mine, place in zip(blobs, places, strict=True):
+            mine.extend(map(Blob, all_digests(leaf.blobs[place]), all_u64(leaf.sizes[place])))
+    return rows, blobs
+
+
+def _are_rows(shard_rows: Sequence[int], masked: Sequence[int]) -> bool:
+    """Whether the masked ones are among so many, in their order, each once."""
+    count = sum(shard_rows)
+    return count <= MAX_ROWS and all(map(lt, masked, masked[1:])) and (not masked or masked[-1] < count)
 
 
 def build_plan(
@@ -105,10 +123,38 @@ def build_plan(
         build=build,
     )
     blobs = [[shard.blobs[place] for shard in grown.shards] for place in places]
+    if grown.snapshot is not None:
+        _see_it_became(store, grown, grown.snapshot, places)
     constants = [Constant.from_value(value) for value in grown.head.get("constants") or ()]
     chosen = [grown.columns[place] for place in places]
     plan = _with_blobs(store, plan, grown.snapshot, columns=chosen, blobs=blobs, constants=constants)
     return plan, grown.snapshot is not None
+
+
+def _see_it_became(store: Store, grown: Build, digest: Digest, places: Sequence[int]) -> None:
+    """Hold a build's file, which has no digest of its own, against what was published.
+
+    Raises:
+        Corrupt: if it tells of other shards.
+    """
+    try:
+        snapshot = store.snapshot(digest)
+        chosen = [snapshot.column(grown.columns[place].name)[0] for place in places]
+        published = _rows_and_blobs(store, snapshot, chosen)
+    except Missing:  # collected since: then its ref has moved on, and nothing is left to hold it against
+        return
+    told = [shard.rows for shard in grown.shards], [[shard.blobs[place] for shard in grown.shards] for place in places]
+    if published != told:
+        raise _contradiction(digest, "it is not what the file of its build tells")
+
+
+def _contradiction(digest: Digest, why: str) -> Corrupt:
+    return Corrupt(
+        f"the snapshot {digest.short} contradicts itself: {why}",
+        hint="run `zgstore verify` to see what it hurts and what mends it; read it by its ref",
+        object=str(digest),
+        actual=why,
+    )
 
 
 def _with_blobs(

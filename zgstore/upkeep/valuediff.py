@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import mmap
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from zgstore.format.fields import all_digests, raw_digests
 from zgstore.format.manifest import Column, Snapshot
 from zgstore.format.pages import Dropped, RowsPage
 from zgstore.format.readplan import ColumnPlan, ReadPlan
-from zgstore.format.tensorfile import TORCH_OF, as_tensor, int8_decode
+from zgstore.format.tensorfile import TORCH_OF, int8_decode
 from zgstore.reading.blobs import Blobs, OpenBlob
 from zgstore.storage import partials
 from zgstore.storage.store import Store
@@ -200,43 +200,49 @@ def _compare_column(left: _Column, right: _Column, rows_a: Positions, rows_b: Po
 
 
 class _Column:
-    """One column of one side; one blob of it is mapped at a time."""
+    """One column of one side; one blob of it is open at a time."""
 
     def __init__(self, side: _Side, name: str, progress: Callable[[int], None] | None) -> None:
         self.side, self.progress = side, progress
         self.column = side.columns[name].column
         self.plans = side.columns[name].blobs
         self._files = Blobs(side.plan.objects, hint="zgstore verify --repair --recipe RECIPE", verify=True)
-        self._files.extend((plan, self.column) for plan in self.plans)
-        self._open: tuple[int, _Mapped] | None = None
+        self._files.extend(zip(self.plans, repeat(self.column), side.plan.shard_rows, strict=False))
+        self._open: tuple[int, _Opened] | None = None
+        self._used = contextlib.ExitStack()
 
-    def open(self, shard: int) -> _Mapped:
+    def open(self, shard: int) -> _Opened:
         """The shard's blob, verified at its first use."""
         if self._open is None or self._open[0] != shard:
             self._open = None
-            with self._files.open(shard) as file:
-                self._open = (shard, _Mapped(file, self.column))
+            self._used.close()
+            file = self._used.enter_context(self._files.open(shard))
+            self._open = (shard, _Opened(self._files, file, self.column))
             if self.progress is not None:
                 self.progress(self.plans[shard].size)
         return self._open[1]
 
     def close(self) -> None:
         self._open = None
+        self._used.close()
         self._files.close()
 
 
-class _Mapped:
-    """One blob's tensors, mapped: its pages are the system's to drop, and only pieces of them are ever copied."""
+class _Opened:
+    """One blob, of which a piece at a time is read: a map would be killed by what befalls its file."""
 
-    def __init__(self, file: OpenBlob, column: Column) -> None:
-        self._map = mmap.mmap(file.fd, file.header.file_size, access=mmap.ACCESS_COPY)
+    def __init__(self, files: Blobs, file: OpenBlob, column: Column) -> None:
+        self._files, self._file = files, file
         self._dtype = TORCH_OF[column.dtype]
-        self._data = self._tensor(file.header.tensor("data"))
-        self._scale = self._tensor(file.header.tensor("scale")) if column.codec == "int8" else None
-        self._offsets = None if file.offsets is None else torch.from_numpy(np.array(file.offsets, dtype=np.int64))
+        self._data = file.header.tensor("data")
+        self._scale = file.header.tensor("scale") if column.codec == "int8" else None
+        self._offsets = file.offsets
 
-    def _tensor(self, spec: TensorSpec) -> Tensor:
-        return as_tensor(memoryview(self._map)[spec.start : spec.start + spec.size], spec.dtype, spec.shape)
+    def _read(self, spec: TensorSpec, begin: int, end: int) -> Tensor:
+        size = spec.size // max(spec.shape[0], 1)
+        flat = torch.empty((end - begin) * size, dtype=torch.uint8)
+        self._files.read(self._file, spec.start + begin * size, [flat.numpy().data], len(flat))
+        return flat.view(TORCH_OF[spec.dtype]).view(end - begin, *spec.shape[1:])
 
     def _token(self, row: int) -> int:
         return row if self._offsets is None else int(self._offsets[row])
@@ -252,11 +258,11 @@ class _Mapped:
     def rows(self, row: int, count: int) -> Piece:
         """``count`` rows from ``row``."""
         begin, end = self._token(row), self._token(row + count)
-        values = self._data[begin:end]
+        values = self._read(self._data, begin, end)
         if self._scale is not None:
-            values = int8_decode(values, self._scale[begin:end], self._dtype)
+            values = int8_decode(values, self._read(self._scale, begin, end), self._dtype)
         if self._offsets is None:
             lengths = torch.ones(count, dtype=torch.int64)
         else:
-            lengths = torch.diff(self._offsets[row : row + count + 1])
+            lengths = torch.from_numpy(np.diff(self._offsets[row : row + count + 1]))
         return Piece(values.reshape(end - begin, math.prod(values.shape[1:])), lengths)
