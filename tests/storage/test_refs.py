@@ -214,6 +214,17 @@ def test_an_entry_that_names_another_is_a_break_and_hides_nothing(refs, field):
     )  # fmt: skip
 
 
+def test_two_entries_that_were_exchanged_are_a_break_and_hide_nothing(refs):
+    moved(refs, A, B, C)
+    first, second = entry_file(refs, 1), entry_file(refs, 2)
+    text = first.read_text()
+    first.write_text(second.read_text())
+    second.write_text(text)
+    history = refs.history("main")
+    assert {entry.new for entry in history.entries} == {A, B, C}
+    assert history.breaks[0] == (entry_file(refs, 3), B)
+
+
 def test_two_names_that_were_exchanged_are_breaks_and_setting_them_again_ends_that(refs):
     moved(refs, A, B)
     moved(refs, C, name="other")

@@ -233,20 +233,19 @@ class Refs:
 
     def _history(self, name: str, kind: str, now: Digest, damaged: builtins.list[Corrupt] | None) -> History:
         entries = self._entries(name, kind, damaged=damaged)
-        # A value that an entry replaced, or gave, is told of by it: the oldest that does.
-        told = {digest: at for at, entry in enumerate(entries) for digest in (entry.old, entry.new)}
         taken, breaks = builtins.list[LogEntry](), builtins.list[Break]()
         expected: Digest | None = now
         numbers = self._numbers(name, kind)
         torn_ones = {*numbers} - {entry.number for entry in entries}  # each told by itself
         below = next(iter(numbers), 0)  # the number that should come next
         path = self.root / "refs" / KINDS[kind] / name
-        for at, entry in enumerate(entries):
-            is_lost = expected is not None and told.get(expected, -1) < at
-            if is_lost and expected is not None and torn_ones.isdisjoint(range(entry.number, below + 1)):
+        for entry in entries:
+            # One that was to replace what stayed never took place.
+            does_not_follow = expected not in {entry.old, entry.new}
+            if does_not_follow and expected is not None and torn_ones.isdisjoint(range(entry.number, below + 1)):
                 breaks.append(Break(path, expected))
             # What stood between two entries that do not follow each other is not known: both count.
-            if entry.new == expected or entry.number < below or is_lost:
+            if entry.new == expected or entry.number < below or does_not_follow:
                 taken.append(entry)
                 expected, below = entry.old, entry.number - 1
                 path = self.root.joinpath("reflog", KINDS[kind], name, f"{entry.number:012d}")
