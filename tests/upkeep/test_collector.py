@@ -1,6 +1,5 @@
 """What nothing keeps goes, in two phases; what anything keeps stays; a dry run tells exactly what is then done."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import time
 
 import pytest
 
+from tests.faults.disks import fill, free_bytes, small_disk
 from tests.upkeep.bare_stores import (
     files_in,
     objects_in,
@@ -165,8 +165,8 @@ def test_a_young_action_keeps_its_blob_and_an_old_one_keeps_nothing(store, later
 
 def test_a_tag_a_hold_and_a_lease_keep_a_snapshot(store, later):
     kept = {}
-    for kind, fill in (("tag", 1), ("hold", 2), ("lease", 3)):
-        kept[kind] = publish(store, kind, [fill], constant=fill)
+    for kind, byte in (("tag", 1), ("hold", 2), ("lease", 3)):
+        kept[kind] = publish(store, kind, [byte], constant=byte)
     store.point("v1", "tag", kept["tag"])
     store.hold("frozen", kept["hold"], "paper")
     lease = store.leases.take("read")
@@ -360,36 +360,24 @@ def test_the_row_pages_of_a_measurement_are_kept(store, later):
 
 
 @pytest.fixture
-def full_disk(tmp_path):
-    """A disk of 8 MiB; fill it by calling what is given."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=False).returncode:
-        pytest.skip("a file system of a few MiB cannot be mounted here")
-
-    def fill():
-        with (disk / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
-            while ballast.write(bytes(4096)):
-                pass
-        assert os.statvfs(disk).f_bavail == 0
-
-    yield disk, fill
-    subprocess.run(["umount", "-l", disk], check=True)
+def disk(tmp_path):
+    with small_disk(tmp_path / "disk", megabytes=8) as disk:
+        yield disk
 
 
-def test_a_disk_with_no_byte_left_is_collected(full_disk, later):
-    disk, fill = full_disk
+def test_a_disk_with_no_byte_left_is_collected(disk, later):
     store = Store.init(disk / "store")
     publish(store, "main", [1])
     kept = objects_in(store)
     publish(store, "other", [2], constant=3)
     store.refs.remove("other", "head")
-    fill()
+    fill(disk)
+    assert free_bytes(disk) == 0
     later(2 * 3600)
     report = run_both(store, now=True)
     assert report.freed.objects
     assert objects_in(store) == kept
-    assert os.statvfs(disk).f_bavail > 0
+    assert free_bytes(disk) > 0
 
 
 def test_the_marker_of_a_part_goes_with_its_snapshot(store, later):

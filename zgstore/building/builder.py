@@ -44,7 +44,7 @@ from zgstore.building.recall import Found, remember
 from zgstore.building.recipe import Recipe, load_recipe
 from zgstore.building.rehearsal import already_there, compare, is_of, known_bytes, lock_of, rehearse
 from zgstore.building.report import BuildReport
-from zgstore.errors import Invalid
+from zgstore.errors import Invalid, NoSpace
 from zgstore.format.action import Action
 from zgstore.format.digest import Digest
 from zgstore.format.fields import pack_u64
@@ -171,9 +171,18 @@ class _Build:
                 return self._report(run, None, why)
             self.options.progress(Progress("publishing"))
             return self._publish(run, why)
+        except NoSpace as error:
+            if "needed_bytes" not in error.fields:  # a disk that fills up meanwhile does not say what is needed
+                self.store.check_space(self._still_needed(run))
+            raise
         finally:
             if self.follow is not None:
                 self.follow.close()
+
+    def _still_needed(self, run: Run) -> int:
+        """Bytes of the blobs that are not there yet: as what is there shows them, else as the first batch did."""
+        plan = replace(self.prepared.plan, found=tuple(map(tuple, self.found)))
+        return max(known_bytes(plan, tasks_of(plan, self.options.worker)), run.needed_bytes - self.session.new_bytes)
 
     def _tick(self, tasks: Sequence[Task]) -> Callable[[int, int], None]:
         total = sum(task.shard.rows for task in tasks)

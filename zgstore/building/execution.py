@@ -183,6 +183,7 @@ class Run:
         constants: Digest by name, as the first batch gave them; filled here for an extractor's.
         columns: All that an extractor's first batch gave; empty if that is not known.
         waiting: Tasks whose space has not been asked for.
+        needed_bytes: What the first shard's shapes said that all of them need.
     """
 
     session: Session
@@ -200,7 +201,7 @@ class Run:
     drafts: list[ShardDraft] = field(default_factory=list)
     teacher_seconds: float = 0.0
     store_seconds: float = 0.0
-    new_bytes: int = 0
+    needed_bytes: int = 0
 
 
 def run_tasks(run: Run, tasks: Sequence[Task]) -> None:
@@ -308,7 +309,9 @@ def _run_shard(run: Run, background: Background, hooks: _Hooks, replay: Replay, 
         background.submit(_adding(run, draft, tensors, sample), weight_bytes=size)
         if index == shard.first_batch and run.check_space:
             # The shapes are known from here on: refuse before rather than fail half way.
-            run.session.store.check_space(_still_needed(run, task, tensors, sample.packed) or size * shard.batches)
+            needed = _still_needed(run, task, tensors, sample.packed)
+            run.needed_bytes = max(run.needed_bytes, needed)
+            run.session.store.check_space(needed or size * shard.batches)
         run.tick(info.rows, size)
     run.teacher_seconds += seconds
     captured = Captured(shard, task.wanted, draft, left_out, seconds)

@@ -35,6 +35,7 @@ _BATCH: Final = 1000
 _SMALLEST_MAP: Final = 16 << 20
 _LARGEST_MAP: Final = 64 << 30
 _BYTES_EACH: Final = 512  # of map for one entry, generously
+_LOCK_BYTES: Final = 16 << 10  # LMDB's own for 126 readers takes half
 
 # No fork happens while an environment is open, so that no child ever inherits one.
 _one_at_a_time = threading.Lock()
@@ -200,6 +201,7 @@ class Index:
         data = self.path / "data.mdb"
         size = (data.stat().st_size if data.exists() else 0) + _BYTES_EACH * len(rows)
         size = max(_SMALLEST_MAP, 2 * size)
+        self._reserve_lock()
         while True:
             try:
                 with _open(self.path, size, readonly=False) as tables:
@@ -216,6 +218,16 @@ class Index:
                 if size > _LARGEST_MAP:
                     raise
         self._seal()
+
+    def _reserve_lock(self) -> None:
+        """Give LMDB's lock file its blocks: it is mapped and written to, and on a full disk that ends the process."""
+        with directory(self._root, *self._parts) as folder:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            handle = os.open("lock.mdb", flags, 0o600, dir_fd=folder)
+            try:
+                os.posix_fallocate(handle, 0, _LOCK_BYTES)
+            finally:
+                os.close(handle)
 
     @contextlib.contextmanager
     def _alone(self, *, exclusive: bool) -> Iterator[None]:

@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from zgstore.errors import Corrupt, Invalid, Partial
+from zgstore.errors import Corrupt, Invalid, NoSpace, Partial
 from zgstore.format.digest import Digest
 from zgstore.format.fields import all_digests
 from zgstore.format.manifest import Snapshot
@@ -139,7 +139,11 @@ def copy(
     with store.using(digest, purpose="copy"), to.writing("copy") as session:
         plan = plan_copy(store, digest, to=to, columns=columns)
         to.check_space(plan.bytes_to_copy)
-        carried = _carry_blobs(store, session, plan, progress)
+        try:
+            carried = _carry_blobs(store, session, plan, progress)
+        except NoSpace:  # a disk that fills up meanwhile does not say what is needed
+            to.check_space(plan_copy(store, digest, to=to, columns=columns).bytes_to_copy)
+            raise
         _carry_pages(store, session, plan)
         session.sync()
         # A head follows; a tag is made, or is there already.
