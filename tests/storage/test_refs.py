@@ -194,6 +194,23 @@ def test_a_history_that_follows_has_no_break_whatever_was_abandoned_or_forgotten
     assert refs.history("main").breaks == ()
 
 
+def test_a_history_read_while_the_name_moves_has_no_break(refs, monkeypatch):
+    refs.move("main", "head", A)
+    moves, read = [B, C], refs._read_entries
+
+    def after_a_pause(*args, **keywords):
+        while moves:  # by others, while this reader has seen the name and not yet its log
+            with monkeypatch.context() as unpaused:
+                unpaused.setattr(refs, "_read_entries", read)
+                refs.move("main", "head", moves.pop(0))
+        return read(*args, **keywords)
+
+    monkeypatch.setattr(refs, "_read_entries", after_a_pause)
+    history = refs.history("main")
+    assert [entry.new for entry in history.entries] == [C, B, A]
+    assert not history.breaks
+
+
 def test_a_lost_entry_is_a_break_and_hides_nothing_before_it(refs):
     moved(refs, A, B, C)
     entry_file(refs, 2).unlink()

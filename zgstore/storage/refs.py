@@ -8,7 +8,7 @@ import difflib
 import enum
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -226,16 +226,22 @@ class Refs:
     def history(self, name: str, kind: str | None = None, *, damaged: builtins.list[Corrupt] | None = None) -> History:
         """The same, and where its parts do not follow each other. Raises as ``log``."""
         for each in (kind,) if kind else KINDS:
-            now = self.get(name, each)
-            if now is not None:
-                return self._history(name, each, now, damaged)
+            while (now := self.get(name, each)) is not None:
+                numbers, torn = self._numbers(name, each), builtins.list[Corrupt]()
+                entries = self._entries(name, each, damaged=torn)
+                if now == self.get(name, each):  # else it moved meanwhile, and its log may tell of more than one move
+                    if torn and damaged is None:
+                        raise torn[0]
+                    if damaged is not None:
+                        damaged += torn
+                    return self._history(name, each, now, numbers, entries)
         raise NotFound(f"there is no ref or tag {name!r}", hint=self.nearest(name))
 
-    def _history(self, name: str, kind: str, now: Digest, damaged: builtins.list[Corrupt] | None) -> History:
-        entries = self._entries(name, kind, damaged=damaged)
+    def _history(
+        self, name: str, kind: str, now: Digest, numbers: Sequence[int], entries: Sequence[LogEntry]
+    ) -> History:
         taken, breaks = builtins.list[LogEntry](), builtins.list[Break]()
         expected: Digest | None = now
-        numbers = self._numbers(name, kind)
         torn_ones = {*numbers} - {entry.number for entry in entries}  # each told by itself
         below = next(iter(numbers), 0)  # the number that should come next
         path = self.root / "refs" / KINDS[kind] / name
