@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -34,6 +35,7 @@ CUT = ["publish", "names", "gc into the trash", "gc out of the trash", "copy", "
 HOSTS = {"xfs": ["mkfs.xfs", "-q", "-m", "reflink=1"], "btrfs": ["mkfs.btrfs", "-q"]}
 INNER = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f"], "btrfs": ["mkfs.btrfs", "-q", "-f"]}
 HOST_BYTES, DISK_BYTES = 16 << 30, 512 << 20  # sparse files
+_NEW_MOUNTS = 0x20000  # CLONE_NEWNS
 
 
 class CannotCut(Exception):
@@ -47,6 +49,13 @@ def _do(*command: str | Path) -> None:
         raise CannotCut(f"{command[0]} is not installed") from error
     except subprocess.CalledProcessError as error:
         raise CannotCut(f"{' '.join(map(str, command))}: {error.stderr.strip()}") from error
+
+
+def _mount_unseen() -> None:
+    """From here on nobody else sees what this process mounts, and all of it goes when the process does."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_NEW_MOUNTS) != 0:
+        raise CannotCut(f"no mounts of its own for this process: {os.strerror(ctypes.get_errno())}")
+    _do("mount", "--make-rprivate", "/")
 
 
 @contextlib.contextmanager
@@ -74,6 +83,7 @@ def host(folder: Path) -> Iterator[Path]:
     make = next((make for make in HOSTS.values() if shutil.which(make[0])), None)
     if make is None:
         raise CannotCut(f"none of {', '.join(HOSTS)} can be made here: install xfsprogs or btrfs-progs")
+    _mount_unseen()
     with mounted(_image(folder / "host.img", HOST_BYTES, make), folder / "host"):
         yield folder / "host"
 
