@@ -32,13 +32,15 @@ from zgtrain.decoder import (
     thinned,
     whole_model,
 )
+from zgtrain.denoiser import Denoiser, NoisedBlock
 from zgtrain.heldout import heldout, prompts
+from zgtrain.noise import LEVEL, NOISY, SIGMA, Diffusion
 from zgtrain.pretrained import ModelPlace, find_model, load_config, loading, save_tokenizer, share
 from zgtrain.texts import chat_batches, text_batches
 
 __all__ = [
-    "assemble", "block", "chat_batches", "embedding", "forward", "heldout", "interface", "prompts",
-    "round_linear_weights", "skeleton", "teacher", "text_batches", "unpack",
+    "assemble", "block", "chat_batches", "denoiser", "embedding", "forward", "heldout", "interface", "noised_block",
+    "prompts", "round_linear_weights", "skeleton", "teacher", "text_batches", "unpack",
 ]  # fmt: skip
 
 Ranges = Sequence[Sequence[int]]
@@ -164,15 +166,32 @@ def block(
     return made
 
 
+def noised_block(block_id: int, path: str, **args: Any) -> NoisedBlock:
+    """A `block` that can be shown a noisy target (experimental); until it is trained it does what the block does.
+
+    Args:
+        block_id: b.
+        path: As for `block`.
+        args: As for `block`.
+    """
+    made = block(block_id, path, **args)
+    return NoisedBlock(made.decoder, width=load_config(find_model(path)).hidden_size)
+
+
 def forward(block: nn.Module, source: Tensor, context: Mapping[str, Any]) -> Tensor:
     """How a job calls a block: ``[train] forward = "zgtrain.causal_lm:forward"``.
 
     Args:
         block: Of `block`.
         source: ``[N, T, D]``.
-        context: ``mask`` and ``positions`` are used.
+        context: ``mask`` and ``positions`` are used; of a `noised_block` also ``noisy``, ``sigma`` and ``level``.
     """
-    prediction: Tensor = block(source, context.get("mask"), context.get("positions"))
+    shown = (
+        {name: context[name] for name in (NOISY, SIGMA, LEVEL)}
+        if isinstance(block, NoisedBlock) and NOISY in context
+        else {}
+    )
+    prediction: Tensor = block(source, context.get("mask"), context.get("positions"), **shown)
     return prediction
 
 
@@ -268,6 +287,19 @@ def assemble(
     model.save_beside = partial(save_tokenizer, path)
     whole: nn.Module = model.requires_grad_(requires_grad=True).eval()
     return whole
+
+
+def denoiser(blocks: Sequence[nn.Module], path: str, *, noise: Diffusion, **args: Any) -> Denoiser:
+    """The whole student of a job whose noise is ``diffusion`` (experimental): `noised_block`s go down the grid.
+
+    Args:
+        blocks: All of them, in depth order.
+        path: As for `block`.
+        noise: The grid; the job gives it.
+        args: As for `assemble`.
+    """
+    known = {key: value for key, value in args.items() if key in {"dtype", "attn_implementation"}}
+    return Denoiser(blocks, forward, noise, embedding=embedding(path, **known), interface=interface(path, **known))
 
 
 def _student(path: str, layers: Ranges, keep: Ranges | None) -> tuple[ModelPlace, Any, Partition]:

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import zgstore
 from zgtrain.job import LossSpec
+from zgtrain.noise import WEIGHT
 from zgtrain.source import IGNORED_LABEL, Batch
 
 BOUNDARY, TOKEN_CE, TOKEN_KL = "boundary", "token_ce", "token_kl"
@@ -104,6 +105,7 @@ class Objective:
         custom: ``(prediction, target, context) -> [N, T]`` in place of ``per_token``.
         interface: The last boundary → logits, frozen; for the token terms.
         boundary: The target's column, which ``custom`` finds in its context under this name.
+        weighted: Whether the boundary loss of each row has a weight, by how noisy its target is.
     """
 
     weights: Mapping[str, float]
@@ -111,6 +113,7 @@ class Objective:
     custom: Callable[[Tensor, Tensor, Context], Tensor] | None = None
     interface: nn.Module | None = None
     boundary: str = ""
+    weighted: bool = False
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, int]:
         """What each term is to be divided by: of a step's micro-batches in host memory, before anything runs."""
@@ -135,6 +138,8 @@ class Objective:
             else:
                 assert self.per_token is not None
                 values = self.per_token(prediction, target)
+            if self.weighted:
+                values = values * context[WEIGHT].view(-1, *[1] * (values.dim() - 1))
             sums[BOUNDARY] = masked_sum(values, mask)
         if self.interface is None or not {TOKEN_CE, TOKEN_KL} & set(self.weights):
             return sums
@@ -165,6 +170,7 @@ def make_objective(
     interface: nn.Module | None = None,
     *,
     boundary: str = "",
+    weighted: bool = False,
 ) -> Objective:
     """An objective of what a job, or a caller, says.
 
@@ -172,6 +178,7 @@ def make_objective(
         loss: A spec; a name; or a function ``(prediction, target, context) -> each token's loss``.
         interface: Frozen here.
         boundary: The target's column, for a function.
+        weighted: See `Objective`.
 
     Raises:
         zgstore.Invalid: for an unknown name, no weight at all, or token terms without an interface.
@@ -197,7 +204,7 @@ def make_objective(
         )
     if interface is not None:
         interface.requires_grad_(requires_grad=False).eval()
-    return Objective(weights, BOUNDARY_LOSSES.get(spec.name), custom, interface, boundary)
+    return Objective(weights, BOUNDARY_LOSSES.get(spec.name), custom, interface, boundary, weighted)
 
 
 def _checked(values: Any, prediction: Tensor) -> Tensor:

@@ -39,11 +39,13 @@ class Batch:
         target: Likewise.
         context: ``mask`` (bool ``[N, T]``), ``positions`` and ``lengths`` where there is a sequence axis; the
             snapshot's context columns and constants. Labels are −100 in the padding.
+        rows: Their numbers in the snapshot.
     """
 
     source: Tensor
     target: Tensor
     context: Mapping[str, Any]
+    rows: Rows = ()
 
     def __len__(self) -> int:
         return len(self.source)
@@ -59,7 +61,7 @@ class Batch:
             return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
         context = {name: moved(value, None) for name, value in self.context.items()}
-        return Batch(moved(self.source, dtype), moved(self.target, None), context)
+        return Batch(moved(self.source, dtype), moved(self.target, None), context, self.rows)
 
 
 @dataclass(slots=True)
@@ -127,7 +129,7 @@ class Source:
         mask, labels = context.get("mask"), context.get("labels")
         if isinstance(labels, Tensor) and isinstance(mask, Tensor) and labels.shape == mask.shape:
             context["labels"] = labels.masked_fill(~mask, IGNORED_LABEL)  # a reader pads with zeros, which is a token
-        return Batch(source, source if target is None else target, context)
+        return Batch(source, source if target is None else target, context, tuple(rows))
 
     def batches(self, step: Sequence[Rows]) -> list[Batch]:
         """The micro-batches of a step."""
