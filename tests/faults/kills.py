@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import gc
 import json
 import os
 import subprocess
@@ -69,6 +70,7 @@ class Sweep:
         self.counts = Counts()
         self.origin = folder / "origin"
         self.origin.mkdir()
+        gc.freeze()  # what all forks have in common, so that none copies it
         steps.alone(lambda: operation.prepare(self.origin))
         self.before = self._state(self.origin)
         with self.place() as place:
