@@ -159,7 +159,7 @@ def train(
             forward=None if spec.forward is None else spec.forward.resolve(), loss=loss, seed=spec.seed,
             batch_size=spec.batch_size, order=spec.order, schedule=spec.schedule,
             max_grad_norm=spec.max_grad_norm, precision=spec.precision, accumulate=spec.accumulate,
-            deterministic=spec.deterministic, anchor=spec.anchor, gradient=spec.gradient["name"],
+            deterministic=spec.deterministic, anchor=spec.anchor, gradient=spec.gradient,
             validate_every=job.validate.every, validate_rows=job.validate.rows, checkpoint=folder / CHECKPOINT,
             checkpoint_every=spec.checkpoint_every, workers=spec.workers, log=log, log_every=job.log.every,
             stop=stop or (lambda: False), device=place, interface=interface, block_id=block,

@@ -1,1 +1,1 @@
-"""How a block's gradient is had: ``(loss, block) -> queries``, leaving ``.grad`` on the block's parameters."""
+"""How a block's gradient is had: by automatic differentiation, or estimated from forward queries."""
