@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint bench bench-peers demo docs clean
+.PHONY: help setup test lint torture kills power-loss damage bench bench-peers demo docs clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -40,6 +40,18 @@ lint: setup  ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+torture: setup  ## all of the sweeps below, one after another; what one finds does not stop the next
+	@$(MAKE) --no-print-directory --keep-going --jobs=1 kills power-loss damage
+
+kills: setup  ## each operation killed, and told of errors, at each call that changes its folder
+	$(BIN)/python -m tests.faults.kills
+
+power-loss: setup  ## operations cut off from power at many moments; needs the superuser and xfs or btrfs
+	$(BIN)/python -m tests.faults.power_loss
+
+damage: setup  ## every byte class of every kind of file damaged in every way
+	$(BIN)/python -m tests.faults.damage
 
 bench: setup  ## ratios in one run; writes bench.json
 	$(BIN)/python -m tests.benchmarks
