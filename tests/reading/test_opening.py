@@ -52,14 +52,17 @@ def test_what_a_reader_uses_is_named_in_its_lease_before_it_is_looked_for(dense_
 def test_a_store_that_cannot_be_written_is_read_without_a_lease(tmp_path):
     made = make_store(tmp_path / "store", dense(4))
     (made.store.path / "leases").chmod(0o500)
-    with read(made.store, "main") as reader:
+    with pytest.warns(RuntimeWarning, match="no lease keeps"), read(made.store, "main") as reader:
         assert len(reader) == 4
     (made.store.path / "leases").chmod(0o700)
 
 
 def test_a_reader_without_a_lease_reads_and_closes(dense_store, monkeypatch):
     monkeypatch.setattr(Leases, "try_take", lambda *_, **__: None)  # what a read-only mount gives
-    with read(dense_store.store, "main", columns=["h.0"], verify="open") as reader:
+    with (
+        pytest.warns(RuntimeWarning, match="no lease keeps"),
+        read(dense_store.store, "main", columns=["h.0"], verify="open") as reader,
+    ):
         assert torch.equal(reader[7]["h.0"], dense_store.rows["h.0"][7])
     assert dense_store.store.leases.all() == []
 

@@ -10,7 +10,7 @@ import typer
 
 from zgstore.cli.console import Answer, Block, Facts, Line
 from zgstore.cli.session import STORE_FOLDER, session_of
-from zgstore.errors import Invalid
+from zgstore.errors import Invalid, NotFound
 from zgstore.storage.config import POLICIES
 from zgstore.storage.store import Store
 
@@ -36,8 +36,10 @@ def init(
         raise Invalid(f"there is no example {example!r}", hint=f"one of {', '.join(EXAMPLES)}")
     named = session_of(ctx).options.store
     place = Path(path) if path else named or Path(STORE_FOLDER)
-    created = not (place / "zgstore.toml").exists()
-    store = Store.init(place, policy=policy)
+    try:
+        store, created = Store.open(place), False
+    except NotFound:
+        store, created = Store.init(place, policy=policy), True
     written = [str(name) for name in _write_example(example)] if example else []
     value = {
         "store": str(store.path), "id": store.id, "policy": store.policy, "created": created, "example": written,

@@ -29,9 +29,13 @@ def run(
     session = session_of(ctx)
     store = session.store()
     digest = session.resolve(store, rev)
-    with store.using(digest, purpose="lease run"):
+    with store.using(digest, purpose="lease run") as lease:
+        leased = lease is not None
+        if not leased and (said := store.unkept(digest)):
+            session.note(f"note: {said}")
         code = _run(session, command)
-    return Answer({"snapshot": str(digest), "command": command, "exit_code": code}, _view, exit_code=code)
+    value = {"snapshot": str(digest), "leased": leased, "command": command, "exit_code": code}
+    return Answer(value, _view, exit_code=code)
 
 
 def _run(session: Session, command: list[str]) -> int:

@@ -15,7 +15,7 @@ def reindex(ctx: typer.Context) -> Answer:
     """Throw the index away; what it knew is found out again as it is needed."""
     store = session_of(ctx).store()
     store.index.clear()
-    return Answer({"store": str(store.path), "index": str(store.path / "index")}, _view)
+    return Answer({"store": str(store.path), "index": str(store.index.path.parent)}, _view)
 
 
 def _view(value: dict[str, Any]) -> Iterator[Block]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +36,8 @@ def read(
 ) -> Reader:
     """A reader of a snapshot, whose objects gc keeps until the reader is closed.
 
-    Where the store cannot be written there is no lease: then only gc's grace times, or a hold, keep the snapshot.
+    Where the store cannot be written there is no lease: then only gc's grace times, or a hold, keep the snapshot. Where
+    no hold does, a ``RuntimeWarning`` says so.
 
     Args:
         store: Where it is.
@@ -56,6 +58,8 @@ def read(
     lease = store.leases.try_take("read")
     try:
         plan, wanted, absent = _planned(store, lease, rev, columns)
+        if lease is None and (said := store.unkept(Digest.parse(plan.snapshot))):
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
         return Reader(plan, columns=wanted, absent=absent, verify=verify, on_close=_closing(store, lease))
     except BaseException:
         if lease is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tomllib
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from zgstore.errors import Corrupt, Invalid, NotFound
+from zgstore.format import toml
 from zgstore.format.fields import FORMAT
 from zgstore.format.manifest import check_features
 from zgstore.storage.files import create, directory, faults, make_directory, read_all, write_file
@@ -74,10 +74,11 @@ def read_config(root: Path) -> Config:
         hint = f"name the folder in it: {inner}" if (inner / CONFIG).exists() else f"make one: `zgstore init {root}`"
         raise NotFound(f"there is no store at {root}", hint=hint) from error
     except OSError as error:
-        raise NotFound(f"the store at {root} cannot be opened: {error}", hint="check its permissions") from error
+        hint = "ask whoever owns it; `zgstore init --policy group` makes stores that a group shares"
+        raise NotFound(f"the store at {root} cannot be opened: {error.strerror}", hint=hint) from error
     try:
-        value = tomllib.loads(text.decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        value = toml.parse(text)
+    except ValueError as error:
         raise _bad(root, str(error)) from error
     number, requires = value.get("format"), value.get("requires", [])
     if type(number) is not int or not isinstance(requires, list):

@@ -271,6 +271,9 @@ def _libc() -> ctypes.CDLL:
 def rename_new(from_fd: int, name: str, to_fd: int, new: str) -> None:
     """Rename without replacing: ``renameat2``, or where that is refused ``link`` and ``unlink``.
 
+    Where links are refused too (none on this file system, or none to another user's file) a look comes before the
+    rename. Between the two another process may put a file there; under a digest's name it has the same bytes.
+
     Raises:
         FileExistsError: if ``new`` is there.
         OSError: what the system said.
@@ -282,8 +285,17 @@ def rename_new(from_fd: int, name: str, to_fd: int, new: str) -> None:
         number = ctypes.get_errno()
         if number not in {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:
             raise OSError(number, os.strerror(number), new)
-    os.link(name, new, src_dir_fd=from_fd, dst_dir_fd=to_fd, follow_symlinks=False)
-    os.unlink(name, dir_fd=from_fd)
+    try:
+        os.link(name, new, src_dir_fd=from_fd, dst_dir_fd=to_fd, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}:
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(new, dir_fd=to_fd, follow_symlinks=False)
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new) from error
+        os.rename(name, new, src_dir_fd=from_fd, dst_dir_fd=to_fd)
+    else:
+        os.unlink(name, dir_fd=from_fd)
 
 
 def start_writeback(handle: int, offset: int, size: int) -> None:
@@ -347,8 +359,11 @@ def _unlinked_or_opened(dir_fd: int, name: str) -> int | None:
     """Remove a file; a folder is opened instead, and returned."""
     try:
         os.unlink(name, dir_fd=dir_fd)
-    except (IsADirectoryError, PermissionError):
-        return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
+    except (IsADirectoryError, PermissionError) as error:
+        try:
+            return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
+        except NotADirectoryError:
+            raise error from None
     return None
 
 

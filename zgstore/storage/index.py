@@ -21,7 +21,7 @@ import lmdb
 
 from zgstore.errors import ZgError
 from zgstore.format.digest import Digest, digest_of
-from zgstore.storage.files import Stat, directory, listing, make_directory, on_network, read_all, remove_tree
+from zgstore.storage.files import Stat, directory, faults, listing, make_directory, on_network, read_all, remove_tree
 from zgstore.storage.names import FAMILIES
 
 STAMP_SECONDS: Final = 30 * 86400
@@ -132,8 +132,12 @@ class Index:
         self._writing("object", [(digest, None) for digest in digests])
 
     def clear(self) -> None:
-        """Begin again, empty. Whoever asks for that means this index: its folder is made, where it is elsewhere."""
-        with contextlib.suppress(OSError, ZgError), _one_at_a_time:
+        """Begin again, empty. Whoever asks for that means this index: its folder is made, where it is elsewhere.
+
+        Raises:
+            Invalid: where it cannot be written.
+        """
+        with _one_at_a_time, faults("removing the index"), contextlib.suppress(FileNotFoundError):
             if self._elsewhere is not None:
                 self._elsewhere.parent.mkdir(parents=True, exist_ok=True)
                 make_directory(self._elsewhere, self._dir_mode)

@@ -96,8 +96,9 @@ class Store:
             Invalid: for an unknown policy, or a place that cannot be written.
         """
         root = Path(os.path.abspath(path))  # noqa: PTH100
-        if not (root / CONFIG).exists():
-            make_store(root, policy)
+        with contextlib.suppress(PermissionError):  # there is something, and opening it says what
+            if not (root / CONFIG).exists():
+                make_store(root, policy)
         return cls.open(root)
 
     @property
@@ -341,6 +342,15 @@ class Store:
         finally:
             if lease is not None:
                 lease.close()
+
+    def unkept(self, digest: Digest) -> str:
+        """What to say to somebody who reads a snapshot without a lease; "" where a hold keeps it."""
+        if any(hold.snapshot == digest for hold in self.refs.holds(damaged=[])):
+            return ""
+        return (
+            f"{self.path} cannot be written here, so no lease keeps {digest.short} while it is read: "
+            f"if its name goes, only the grace times of gc are left; have somebody `zgstore hold NAME {digest.short}`"
+        )
 
     def stamp(self, verified: Sequence[tuple[Digest, str, Stat]]) -> None:
         """Remember that these objects (digest, family, stamp from before they were read) were read and found right."""
