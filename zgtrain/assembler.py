@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import zgstore
 from zgtrain.blockreport import BlockReport
-from zgtrain.blocks import CHECKPOINT, boundaries_of, make_block, read_report, resolve_snapshot
+from zgtrain.blocks import CHECKPOINT, boundaries_of, ends_of, make_block, read_report, resolve_snapshot
 from zgtrain.checkpoint import load, restore_block, state_digest, sync_folder
 from zgtrain.job import Job
+from zgtrain.noise import diffusion
 from zgtrain.prefixes import prefix_pins
 from zgtrain.pretrained import loading, share
 from zgtrain.sharded import gathered_state, newest
@@ -78,17 +79,30 @@ def assemble(job: Job, output: Path | str | None = None) -> Assembled:
         )
     place = None if output is None else _place(Path(output))
     gathered = gather(job)
-    student = job.student.assemble.call(job.student.args, list(gathered.blocks))
+    student = joined_student(job, gathered.blocks)
+    manifest = _manifest(job, student, gathered.reports)
+    if place is not None:
+        _write(student, manifest, place)
+    return Assembled(student, manifest, place)
+
+
+def joined_student(job: Job, blocks: Sequence[nn.Module]) -> nn.Module:
+    """What the job's ``assemble`` makes of blocks, in eval mode; of diffusion it is given their ``noise`` too.
+
+    Raises:
+        zgstore.Invalid: if it is no module.
+    """
+    assert job.student.assemble is not None  # who calls has seen to it
+    args = job.student.args
+    if job.train.diffusion:
+        args = {**args, "noise": diffusion(job.train.noise, blocks=len(blocks))}
+    student = job.student.assemble.call(args, list(blocks))
     if not isinstance(student, nn.Module):
         raise zgstore.Invalid(
             f"{job.student.assemble.text!r} returned a {type(student).__name__}, not a torch.nn.Module",
             hint="return the whole student",
         )
-    student.eval()
-    manifest = _manifest(job, student, gathered.reports)
-    if place is not None:
-        _write(student, manifest, place)
-    return Assembled(student, manifest, place)
+    return student.eval()
 
 
 def gather(job: Job) -> Gathered:
@@ -193,10 +207,11 @@ def _see_together(job: Job, reports: Sequence[BlockReport], snapshot: str, names
     # A build that was followed gave bitwise the targets of its snapshot.
     see("sources", lambda report: "live" if report.targets == LIVE else "the snapshot", None)
     for block, report in enumerate(reports):
-        if (report.source, report.target) != (names[block], names[block + 1]):
+        wanted = ends_of(job, names, block)
+        if (report.source, report.target) != wanted:
             raise zgstore.Refused(
                 f"block {block} maps {report.source!r} to {report.target!r}, and the job wants "
-                f"{names[block]!r} to {names[block + 1]!r}",
+                f"{wanted[0]!r} to {wanted[1]!r}",
                 hint=hint,
             )
 

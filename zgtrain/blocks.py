@@ -28,6 +28,7 @@ from zgtrain.job import BlockLaunch, Job, LossSpec
 from zgtrain.journal import FILE_NAME as LOG_NAME
 from zgtrain.journal import Journal
 from zgtrain.ledger import Log
+from zgtrain.noise import Noise, make_noise
 from zgtrain.optimizing import make_optimizer
 from zgtrain.ranks import Ranks
 from zgtrain.sharded import newest
@@ -100,8 +101,8 @@ def run(
         if ranks.world == 1:  # before several are started, their launcher has looked
             refuse_shared(job, blocks)
         return train(
-            job, data, make_block(job, block), block=block, last=block == blocks - 1, folder=folder, device=device,
-            stop=stop, progress=progress, began=began,
+            job, data, make_block(job, block), block=block, blocks=blocks, folder=folder, device=device, stop=stop,
+            progress=progress, began=began,
         )  # fmt: skip
 
 
@@ -111,7 +112,7 @@ def train(
     module: nn.Module,
     *,
     block: int,
-    last: bool,
+    blocks: int,
     folder: Path,
     identity: str = "",
     device: str | None = None,
@@ -126,7 +127,7 @@ def train(
         data: Its source.
         module: The block as it begins.
         block: b.
-        last: Whether it is the last one, which alone has token losses.
+        blocks: B; the last one alone has token losses.
         folder: Where everything goes.
         identity: What the checkpoint is of; default the job's own.
         device: Where; default CUDA if there is one.
@@ -135,7 +136,7 @@ def train(
         began: When the making of all this began, by ``time.perf_counter``.
     """
     interface, spec, loss = None, job.train, job.train.loss
-    if not last:
+    if block < blocks - 1:
         loss = LossSpec(loss.name, loss.boundary_weight, function=loss.function)
     elif loss.token_ce or loss.token_kl:
         assert job.student.interface is not None  # `load_job` saw to it
@@ -159,7 +160,8 @@ def train(
             forward=None if spec.forward is None else spec.forward.resolve(), loss=loss, seed=spec.seed,
             batch_size=spec.batch_size, order=spec.order, schedule=spec.schedule,
             max_grad_norm=spec.max_grad_norm, precision=spec.precision, accumulate=spec.accumulate,
-            deterministic=spec.deterministic, anchor=spec.anchor, gradient=spec.gradient,
+            deterministic=spec.deterministic, anchor=spec.anchor, noise=noise_of(job, block, blocks),
+            gradient=spec.gradient["name"],
             validate_every=job.validate.every, validate_rows=job.validate.rows, checkpoint=folder / CHECKPOINT,
             checkpoint_every=spec.checkpoint_every, workers=spec.workers, log=log, log_every=job.log.every,
             stop=stop or (lambda: False), device=place, interface=interface, block_id=block,
@@ -169,6 +171,11 @@ def train(
     if ranks.rank == 0:
         write_json(folder / REPORT, report.as_value())
     return report
+
+
+def noise_of(job: Job, block: int, blocks: int) -> Noise | None:
+    """The noise of a block of a job; None if its targets are clean."""
+    return make_noise(job.train.noise, block=block, blocks=blocks) if job.train.noise else None
 
 
 def finished(job: Job, block: int) -> BlockReport | None:
@@ -253,13 +260,13 @@ def open_source(
     if build:
         found = store.memos.build(build)
         columns: Sequence[zgstore.Column] = () if found is None else found.columns
-        source, target = _pair(job, boundaries_among(job, columns), block)
+        source, target = ends_of(job, boundaries_among(job, columns), block)
         with following(store, build, source, target, context=_context(columns)) as data:
             yield data
         return
     digest = resolve_snapshot(job, store)
     snapshot = store.snapshot(digest)
-    source, target = _pair(job, boundaries_among(job, snapshot.columns), block)
+    source, target = ends_of(job, boundaries_among(job, snapshot.columns), block)
     context = _context(snapshot.columns)
     if kind == LIVE:
         if job.snapshot.recipe is None:
@@ -323,12 +330,17 @@ def boundaries_among(job: Job, columns: Sequence[zgstore.Column]) -> list[str]:
     return names
 
 
-def _pair(job: Job, names: Sequence[str], block: int) -> tuple[str, str]:
+def ends_of(job: Job, names: Sequence[str], block: int) -> tuple[str, str]:
+    """Source and target of a block: boundaries b and b + 1; of diffusion the first and the last, whatever b is.
+
+    Raises:
+        zgstore.Invalid: if there is no such block.
+    """
     if not 0 <= block < len(names) - 1:
         raise zgstore.Invalid(
             f"{job.path.name} has no block {block}", hint=f"its blocks are 0 to {len(names) - 2}", block=block
         )
-    return names[block], names[block + 1]
+    return (names[0], names[-1]) if job.train.diffusion else (names[block], names[block + 1])
 
 
 def _context(columns: Sequence[zgstore.Column]) -> list[str]:

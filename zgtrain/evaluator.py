@@ -10,7 +10,7 @@ from torch import nn
 
 import zgstore
 from zgtrain.alpha import Call
-from zgtrain.assembler import gather
+from zgtrain.assembler import gather, joined_student
 from zgtrain.blocks import boundaries_of, write_json
 from zgtrain.gates import finite
 from zgtrain.job import Job
@@ -50,7 +50,7 @@ def evaluate(job: Job, *, device: str | None = None, progress: Progress | None =
     assert job.student.teacher is not None
     assert job.evaluate.data is not None
     assert job.evaluate.prompts is not None
-    student = job.student.assemble.call(job.student.args, gathered.blocks)
+    student = joined_student(job, gathered.blocks)
     interface = None if job.student.interface is None else job.student.interface.call(job.student.args)
     say("loading the teacher")
     teacher = job.student.teacher.call(job.student.args)
@@ -58,11 +58,14 @@ def evaluate(job: Job, *, device: str | None = None, progress: Progress | None =
     forward: Call = (lambda block, x, _: block(x)) if job.train.forward is None else job.train.forward.resolve()
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     store = zgstore.Store.open(job.snapshot.store)
+    names = boundaries_of(job, store)
+    # Blocks of diffusion hand on no boundaries that a teacher has: there are none to be held against its own.
+    chain, met = ((), names[:1]) if job.train.diffusion else (gathered.blocks, names)
     judged = judge(
         student=student.to(place).eval(), teacher=teacher.to(place).eval(),
-        blocks=[block.to(place).eval() for block in gathered.blocks], call=forward,
+        blocks=[block.to(place).eval() for block in chain], call=forward,
         interface=None if interface is None else interface.to(place).eval(),
-        boundaries=boundaries_of(job, store), capturer=_capturer(job, teacher, boundaries_of(job, store)),
+        boundaries=met, capturer=_capturer(job, teacher, met),
         data=job.evaluate.data.call(args), prompts=list(job.evaluate.prompts.call(args)),
         reports=gathered.reports, losses=_losses_not_finite(job, len(gathered.blocks)),
         sweep_rows=job.evaluate.sweep_rows, say=say,

@@ -21,9 +21,9 @@ ORDERS: Final = ("shuffled", "sequential", "sequential-first")
 SCHEDULES: Final = ("constant", "cosine", "linear")
 PRECISIONS: Final = ("fp32", "bf16")
 OPTIMIZERS: Final = ("adamw", "sgd")
-GRADIENTS: Final = ("backprop", "zeroth-order")
-PROBES: Final = ("rademacher", "gaussian", "sphere", "orthogonal")
-DIFFERENCES: Final = ("central", "forward")
+LOG_UNIFORM, DIFFUSION = "log-uniform", "diffusion"
+LEAST_OF_MOST: Final = 1 / 20  # σ of a job that says the greatest alone: published as 0.005 and 0.10
+GRADIENTS: Final = ("backprop",)
 
 Arguments = Mapping[str, Any]
 
@@ -108,38 +108,6 @@ class LossSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class GradientSpec:
-    """How a block's gradient is had; all but the name is of ``zeroth-order``.
-
-    Args:
-        name: ``backprop``, or ``zeroth-order``: from forward queries.
-        probes: n, of each estimate.
-        probe: Their distribution, one of ``PROBES``.
-        differences: ``central``, 2n queries, or ``forward``, n + 1.
-        epsilon: How far a probe goes, in units of the root mean square of what it moves.
-        probe_chunk: Probes that are queried at a time: memory, and no result.
-        score_chunk: The same where attention's scores are probed, whose rows are as long as the sequence.
-        seed: Of the probes.
-    """
-
-    name: str = "backprop"
-    probes: int = 16
-    probe: str = "rademacher"
-    differences: str = "central"
-    epsilon: float = 1e-3
-    probe_chunk: int = 4
-    score_chunk: int = 1
-    seed: int = 0
-
-    def identity(self) -> dict[str, Any]:
-        """What of it decides what is learned."""
-        if self.name == "backprop":
-            return {"name": self.name}
-        names = ("name", "probes", "probe", "differences", "epsilon", "seed")
-        return {name: getattr(self, name) for name in names}
-
-
-@dataclass(frozen=True, slots=True)
 class TrainSpec:
     """Section ``[train]``.
 
@@ -147,6 +115,7 @@ class TrainSpec:
         steps: Optimiser steps.
         batch_size: Rows of a micro-batch.
         accumulate: Micro-batches of a step: a step has ``batch_size × accumulate`` rows.
+        noise: Experimental: empty, or its ``name`` and all of its numbers.
         workers: Threads that read ahead; 0 reads in between the steps.
     """
 
@@ -163,10 +132,15 @@ class TrainSpec:
     forward: Target | None = None
     loss: LossSpec = field(default_factory=LossSpec)
     anchor: float = 0.0
-    noise: float = 0.0
-    gradient: GradientSpec = field(default_factory=GradientSpec)
+    noise: Arguments = field(default_factory=dict)
+    gradient: Arguments = field(default_factory=lambda: {"name": "backprop"})
     checkpoint_every: int = 256
     workers: int = 1
+
+    @property
+    def diffusion(self) -> bool:
+        """Whether each block takes its part of the noise from one and the same target, the last boundary."""
+        return self.noise.get("name") == DIFFUSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +230,9 @@ class Job:
     def identity(self) -> str:
         """The digest of all that decides what is learned, as text.
 
-        Left out are output, logging, launch, evaluation, worker threads, chunks of probes, the checkpoint and
-        validation intervals, and ``steps`` where the schedule is constant, so that such a job can be made longer. The
-        snapshot is not in it either: checkpoints and reports carry its digest beside the job's.
+        Left out are output, logging, launch, evaluation, worker threads, the checkpoint and validation intervals, and
+        ``steps`` where the schedule is constant, so that such a job can be made longer. The snapshot is not in it
+        either: checkpoints and reports carry its digest beside the job's.
         """
         train, student = self.train, self.student
         value = {
@@ -282,8 +256,8 @@ class Job:
                 "forward": _text(train.forward),
                 "loss": [train.loss.name, train.loss.boundary_weight, train.loss.token_ce, train.loss.token_kl],
                 "anchor": train.anchor,
-                "noise": train.noise,
-                "gradient": train.gradient.identity(),
+                "noise": train.noise or 0.0,
+                "gradient": train.gradient,
             },
             "held_out_rows": self.validate.rows,
             **({"relay": True} if self.relay else {}),
@@ -410,14 +384,15 @@ def _train(section: Section) -> TrainSpec:
         forward=_optional(section, "forward"),
         loss=_loss(section),
         anchor=section.number("anchor", default=0.0, least=0.0),
-        noise=section.number("noise", default=0.0, least=0.0),
+        noise=_noise(section),
         gradient=_gradient(section),
         checkpoint_every=section.whole("checkpoint_every", default=known.checkpoint_every, least=1),
         workers=section.whole("workers", default=known.workers),
     )
     section.done()
-    if spec.noise:
-        section.fail("noise", f"is {spec.noise:g}", "this version trains on clean boundaries only: leave it out")
+    if spec.noise and spec.forward is None:
+        section.fail("forward", "is missing, and block(source) would see no noisy target",
+                     'give one that hands context["noisy"] on, as "zgtrain.causal_lm:forward" does')  # fmt: skip
     return spec
 
 
@@ -469,22 +444,37 @@ def _loss(train: Section) -> LossSpec:
     return spec
 
 
-def _gradient(train: Section) -> GradientSpec:
-    section, known = train.section("gradient", optional=True), GradientSpec()
-    spec = GradientSpec(
-        section.one_of("name", GRADIENTS, default=known.name),
-        section.whole("probes", default=known.probes, least=1),
-        section.one_of("probe", PROBES, default=known.probe),
-        section.one_of("differences", DIFFERENCES, default=known.differences),
-        section.number("epsilon", default=known.epsilon, least=0.0),
-        section.whole("probe_chunk", default=known.probe_chunk, least=1),
-        section.whole("score_chunk", default=known.score_chunk, least=1),
-        section.whole("seed", default=known.seed),
-    )
+def _noise(train: Section) -> Arguments:
+    """A table, or the greatest σ alone; 0 is none."""
+    if type(train.value.get("noise", 0.0)) in {int, float}:
+        high = train.number("noise", default=0.0, least=0.0)
+        return {"name": LOG_UNIFORM, "low": high * LEAST_OF_MOST, "high": high} if high else {}
+    section = train.section("noise")
+    name = section.one_of("name", (LOG_UNIFORM, DIFFUSION), default=LOG_UNIFORM)
+    if name == LOG_UNIFORM:
+        high = section.number("high", default=0.10)
+        numbers = {"low": section.number("low", default=high * LEAST_OF_MOST), "high": high}
+        ends = "low", "high"
+    else:
+        defaults = {"sigma_min": 0.002, "sigma_max": 80.0, "p_mean": -1.2, "p_std": 1.2, "sigma_data": 0.5}
+        numbers = {key: section.number(key, default=number) for key, number in defaults.items()}
+        numbers["overlap"] = section.number("overlap", default=0.0, least=0.0)
+        ends = "sigma_min", "sigma_max"
+        for key in ("p_std", "sigma_data"):
+            if numbers[key] <= 0:
+                section.fail(key, f"is {numbers[key]:g}", "give a number above 0")
     section.done()
-    if not spec.epsilon:
-        section.fail("epsilon", "is 0", "a probe has to go somewhere: 1e-3")
-    return spec
+    if not 0 < numbers[ends[0]] < numbers[ends[1]]:
+        section.fail(ends[0], f"is {numbers[ends[0]]:g}, and {ends[1]} is {numbers[ends[1]]:g}",
+                     f"let both be above 0, and {ends[0]} the lesser")  # fmt: skip
+    return {"name": name, **numbers}
+
+
+def _gradient(train: Section) -> Arguments:
+    section = train.section("gradient", optional=True)
+    name = section.one_of("name", GRADIENTS, default="backprop")
+    section.done()
+    return {"name": name}
 
 
 def _log(section: Section) -> LogSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import zgstore
-from zgtrain.blocks import boundaries_of, finished, make_block, refuse_shared, resolve_snapshot
+from zgtrain.blocks import boundaries_of, ends_of, finished, make_block, refuse_shared, resolve_snapshot
 from zgtrain.crew import FAILED, BlockRun, Crew, as_error
 from zgtrain.job import BlockLaunch, Job
 from zgtrain.progress import block_status, status
@@ -101,7 +100,8 @@ def plan(job: Job, *, parallel: int | None = None, devices: Sequence[str] = ()) 
     refuse_shared(job, len(names) - 1)
     devices = tuple(devices) or job.launch.devices
     blocks = []
-    for block, (source, target) in enumerate(itertools.pairwise(names)):
+    for block in range(len(names) - 1):
+        source, target = ends_of(job, names, block)
         made = [(each.numel(), each.requires_grad) for each in make_block(job, block).parameters()]
         step = _steps_done(job, block, str(digest))
         each_row = size[source] + size[target] + context

@@ -72,6 +72,11 @@ def relay(
         zgstore.Refused: if the job was relayed before in another way, or its data are not the snapshot's.
         zgstore.ZgError: what training a block raises.
     """
+    if job.train.diffusion:
+        raise zgstore.Invalid(
+            "a relay hands a student's states on, and blocks of diffusion have none in between",
+            hint="leave train.noise out, or give it the name log-uniform",
+        )
     again = relayed(job, steps=steps)
     if fresh:
         shutil.rmtree(again.output, ignore_errors=True)
@@ -93,7 +98,7 @@ def relay(
             if report is None:
                 module = _begun(job, block, from_scratch=from_scratch)
                 report = train(
-                    again, data, module, block=block, last=block == len(names) - 2, folder=folder, device=device,
+                    again, data, module, block=block, blocks=len(names) - 1, folder=folder, device=device,
                     stop=stop, progress=progress(block),
                 )  # fmt: skip
                 del module

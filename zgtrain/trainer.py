@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -21,10 +21,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import zgstore
 from zgtrain.blockreport import BlockReport, report_of
 from zgtrain.checkpoint import rng_kept
-from zgtrain.gradient.method import make_method
+from zgtrain.gradient import backprop
 from zgtrain.independence import leaving_gradient_bytes
-from zgtrain.job import GradientSpec, LossSpec, OptimizerSpec, ScheduleSpec
+from zgtrain.job import LossSpec, OptimizerSpec, ScheduleSpec
 from zgtrain.ledger import Log
+from zgtrain.noise import LOOKED_AT, Noise, denoising, noised, refuse_names
 from zgtrain.objective import BOUNDARY, Objective, anchor_, make_objective, residual_error
 from zgtrain.optimizing import make_optimizer, rate, set_rate
 from zgtrain.ranks import Ranks
@@ -32,6 +33,7 @@ from zgtrain.resuming import begin, identity_of, keeper
 from zgtrain.source import FOLLOWING, Batch, Source, Trained, cached, micro_batches
 from zgtrain.stepping import Plan, arriving
 
+METHODS: Final = {"backprop": backprop.backward}
 EVERYTHING: Final = 1 << 62  # rows
 
 Forward = Callable[[nn.Module, Tensor, Mapping[str, Any]], Tensor]
@@ -56,7 +58,8 @@ def train_block(
     accumulate: int = 1,
     deterministic: bool = False,
     anchor: float = 0.0,
-    gradient: GradientSpec | str = "backprop",
+    noise: Noise | None = None,
+    gradient: str = "backprop",
     validate_every: int = 0,
     validate_rows: int = 0,
     checkpoint: Path | None = None,
@@ -91,7 +94,8 @@ def train_block(
         accumulate: Micro-batches of a step.
         deterministic: Deterministic kernels, so that resuming is bitwise on GPUs too.
         anchor: Decoupled pull towards the initial parameters.
-        gradient: How it is had; ``backprop``, ``zeroth-order``, or a ``GradientSpec``.
+        noise: Experimental: on the target, which ``forward`` is shown; see `zgtrain.noise`.
+        gradient: How it is had; ``backprop``.
         validate_every: Steps between looks at the rows held out; 0: never.
         validate_rows: The first rows are kept out of the training.
         checkpoint: A file that is resumed from and saved to.
@@ -120,14 +124,16 @@ def train_block(
     schedule = ScheduleSpec(schedule) if isinstance(schedule, str) else schedule
     forward = forward or _without_mask
     block.to(place).train()
-    objective = make_objective(loss, None if interface is None else interface.to(place), boundary=data.target)
+    objective = make_objective(loss, None if interface is None else interface.to(place), boundary=data.target,
+                               weighted=noise is not None and noise.sigma_data is not None)  # fmt: skip
     parameters = _trained(block)
     optimizer = optimizer or make_optimizer(OptimizerSpec(), parameters)
-    ranks = Ranks.here(replicas=replicas)
-    method = make_method(gradient, block, forward=forward, number=block_id or 0, replica=ranks.rank % ranks.replicas)
-    settings = [seed, batch_size, accumulate, order, precision, max_grad_norm, anchor, validate_rows,
-                method.spec.identity(), asdict(schedule), None if schedule.name == "constant" else steps]  # fmt: skip
+    backward = METHODS[gradient]
+    settings = [seed, batch_size, accumulate, order, precision, max_grad_norm, anchor, gradient, validate_rows,
+                asdict(schedule), None if schedule.name == "constant" else steps,
+                *([] if noise is None else [asdict(noise)])]  # fmt: skip
     who = identity_of(data, block_id, job or _own_identity(settings, loss, forward, optimizer))
+    ranks = Ranks.here(replicas=replicas)
     alone = stop if ranks.world == 1 else _never  # several processes only stop together, between two steps
     trained = Trained(data.reader, held_out=validate_rows, stop=alone)
     sampler = zgstore.Sampler(trained, seed=seed, batch_size=batch_size * accumulate, order=order)  # type: ignore[arg-type]
@@ -147,16 +153,16 @@ def train_block(
             ranks=ranks,
         ):
             counts = ranks.sum_counts(objective.counts(batches))
-            for number, each in enumerate(batches):
-                batch = each.to(place, dtype=_dtype(block))
+            for each in batches:
+                batch = _shown(noise, each, seed=seed, step=ledger.step, block=block_id).to(place, dtype=_dtype(block))
                 with torch.autocast(place.type, torch.bfloat16, enabled=precision == "bf16"):
-                    prediction = _like(method.forward(batch.source, batch.context, (ledger.step, number)), batch.target)
+                    prediction = _like(_answer(forward, noise)(block, batch.source, batch.context), batch.target)
                     sums = objective.sums(prediction, batch.target, batch.context)
                 part = objective.total(sums, counts)
                 ledger.add(part, *_beside(sums, counts, prediction, batch))
                 if ledger.step % log_every == 0:
                     ledger.leaving_bytes = max(ledger.leaving_bytes, leaving_gradient_bytes(part, block))
-                ledger.queries += method.backward(part * ranks.replicas if ranks.replicas > 1 else part)
+                ledger.queries += backward(part * ranks.replicas if ranks.replicas > 1 else part, block)
             ranks.mean_gradients(parameters)
             norm = 0.0 if max_grad_norm is None else nn.utils.clip_grad_norm_(parameters, max_grad_norm)
             lr = set_rate(optimizer, rate(schedule, ledger.step, steps))
@@ -170,7 +176,8 @@ def train_block(
             if validate_every and ledger.step % validate_every == 0:
                 ledger.look(log, ranks)
                 ledger.validation = validate(block, data, objective, rows=validate_rows, batch_size=batch_size,
-                                             forward=forward, device=place, precision=precision)  # fmt: skip
+                                             forward=forward, device=place, precision=precision, noise=noise,
+                                             seed=seed, block_id=block_id)  # fmt: skip
                 log({"step": ledger.step, "validation_loss": ledger.validation})
             if ledger.step % checkpoint_every == 0:
                 keep()
@@ -202,19 +209,21 @@ def _own_identity(settings: list[Any], loss: Any, forward: Forward, optimizer: t
 @torch.no_grad()
 def validate(
     block: nn.Module, data: Source, objective: Objective, *, rows: int, batch_size: int, forward: Forward | None = None,
-    device: torch.device, precision: str = "fp32",
+    device: torch.device, precision: str = "fp32", noise: Noise | None = None, seed: int = 0,
+    block_id: int | None = None,
 ) -> float:  # fmt: skip
-    """The loss over the first rows, in eval mode; generators and mode are left as they were."""
-    forward, training = forward or _without_mask, block.training
+    """The loss over the first rows, in eval mode, under the same noise each time; generators and mode are left."""
+    answer, training = _answer(forward or _without_mask, noise), block.training
     totals: dict[str, float] = {}
     counts: dict[str, int] = {}
     with rng_kept():
         block.eval()
         for piece in micro_batches(range(rows), batch_size):
             host = data.batch(piece)
-            batch = host.to(device, dtype=_dtype(block))
+            shown = _shown(noise, host, seed=seed, step=LOOKED_AT, block=block_id)
+            batch = shown.to(device, dtype=_dtype(block))
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                prediction = _like(forward(block, batch.source, batch.context), batch.target)
+                prediction = _like(answer(block, batch.source, batch.context), batch.target)
                 sums = objective.sums(prediction, batch.target, batch.context)
             for name, value in objective.counts([host]).items():
                 counts[name] = counts.get(name, 0) + value
@@ -226,6 +235,30 @@ def validate(
 def _without_mask(block: nn.Module, source: Tensor, _context: Mapping[str, Any]) -> Tensor:
     prediction: Tensor = block(source)
     return prediction
+
+
+def _answer(forward: Forward, noise: Noise | None) -> Forward:
+    """What is held against the target: the forward's own word, or with noise its part in it."""
+    if noise is None:
+        return forward
+    if forward is _without_mask:
+        raise zgstore.Invalid(
+            "block(source) would see no noisy target", hint='give a forward that hands context["noisy"] on'
+        )
+    return denoising(forward, noise)
+
+
+def _shown(noise: Noise | None, batch: Batch, *, seed: int, step: int, block: int | None) -> Batch:
+    """A batch in host memory as a block gets it: with noise, its noisy target is in the context too."""
+    if noise is None:
+        return batch
+    refuse_names(batch.context)
+    lengths = batch.context.get("lengths")
+    seen = noised(
+        noise, batch.target, rows=batch.rows, lengths=None if lengths is None else lengths.tolist(), seed=seed,
+        step=step, block=block or 0,
+    )  # fmt: skip
+    return replace(batch, context={**batch.context, **seen})
 
 
 def _refuse_padding(forward: Forward, batch: Batch) -> None:
