@@ -161,7 +161,7 @@ def train(
             batch_size=spec.batch_size, order=spec.order, schedule=spec.schedule,
             max_grad_norm=spec.max_grad_norm, precision=spec.precision, accumulate=spec.accumulate,
             deterministic=spec.deterministic, anchor=spec.anchor, noise=noise_of(job, block, blocks),
-            gradient=spec.gradient["name"],
+            gradient=spec.gradient,
             validate_every=job.validate.every, validate_rows=job.validate.rows, checkpoint=folder / CHECKPOINT,
             checkpoint_every=spec.checkpoint_every, workers=spec.workers, log=log, log_every=job.log.every,
             stop=stop or (lambda: False), device=place, interface=interface, block_id=block,

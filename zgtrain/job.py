@@ -23,7 +23,9 @@ PRECISIONS: Final = ("fp32", "bf16")
 OPTIMIZERS: Final = ("adamw", "sgd")
 LOG_UNIFORM, DIFFUSION = "log-uniform", "diffusion"
 LEAST_OF_MOST: Final = 1 / 20  # σ of a job that says the greatest alone: published as 0.005 and 0.10
-GRADIENTS: Final = ("backprop",)
+GRADIENTS: Final = ("backprop", "zeroth-order")
+PROBES: Final = ("rademacher", "gaussian", "sphere", "orthogonal")
+DIFFERENCES: Final = ("central", "forward")
 
 Arguments = Mapping[str, Any]
 
@@ -108,6 +110,38 @@ class LossSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientSpec:
+    """How a block's gradient is had; all but the name is of ``zeroth-order``.
+
+    Args:
+        name: ``backprop``, or ``zeroth-order``: from forward queries.
+        probes: n, of each estimate.
+        probe: Their distribution, one of ``PROBES``.
+        differences: ``central``, 2n queries, or ``forward``, n + 1.
+        epsilon: How far a probe goes, in units of the root mean square of what it moves.
+        probe_chunk: Probes that are queried at a time: memory, and no result.
+        score_chunk: The same where attention's scores are probed, whose rows are as long as the sequence.
+        seed: Of the probes.
+    """
+
+    name: str = "backprop"
+    probes: int = 16
+    probe: str = "rademacher"
+    differences: str = "central"
+    epsilon: float = 1e-3
+    probe_chunk: int = 4
+    score_chunk: int = 1
+    seed: int = 0
+
+    def identity(self) -> dict[str, Any]:
+        """What of it decides what is learned."""
+        if self.name == "backprop":
+            return {"name": self.name}
+        names = ("name", "probes", "probe", "differences", "epsilon", "seed")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
 class TrainSpec:
     """Section ``[train]``.
 
@@ -115,9 +149,9 @@ class TrainSpec:
         steps: Optimiser steps.
         batch_size: Rows of a micro-batch.
         accumulate: Micro-batches of a step: a step has ``batch_size × accumulate`` rows.
-        noise: Experimental: empty, or its ``name`` and all of its numbers.
         workers: Threads that read ahead; 0 reads in between the steps.
     """
+        noise: Experimental: empty, or its ``name`` and all of its numbers.
 
     steps: int
     batch_size: int = 4
@@ -133,17 +167,17 @@ class TrainSpec:
     loss: LossSpec = field(default_factory=LossSpec)
     anchor: float = 0.0
     noise: Arguments = field(default_factory=dict)
-    gradient: Arguments = field(default_factory=lambda: {"name": "backprop"})
+    gradient: GradientSpec = field(default_factory=GradientSpec)
     checkpoint_every: int = 256
     workers: int = 1
 
+
+@dataclass(frozen=True, slots=True)
     @property
     def diffusion(self) -> bool:
         """Whether each block takes its part of the noise from one and the same target, the last boundary."""
         return self.noise.get("name") == DIFFUSION
 
-
-@dataclass(frozen=True, slots=True)
 class LogSpec:
     """Section ``[log]``: JSON lines always; ``every`` is how many steps pass between looks at the device."""
 
@@ -230,9 +264,9 @@ class Job:
     def identity(self) -> str:
         """The digest of all that decides what is learned, as text.
 
-        Left out are output, logging, launch, evaluation, worker threads, the checkpoint and validation intervals, and
-        ``steps`` where the schedule is constant, so that such a job can be made longer. The snapshot is not in it
-        either: checkpoints and reports carry its digest beside the job's.
+        Left out are output, logging, launch, evaluation, worker threads, chunks of probes, the checkpoint and
+        validation intervals, and ``steps`` where the schedule is constant, so that such a job can be made longer. The
+        snapshot is not in it either: checkpoints and reports carry its digest beside the job's.
         """
         train, student = self.train, self.student
         value = {
@@ -257,7 +291,7 @@ class Job:
                 "loss": [train.loss.name, train.loss.boundary_weight, train.loss.token_ce, train.loss.token_kl],
                 "anchor": train.anchor,
                 "noise": train.noise or 0.0,
-                "gradient": train.gradient,
+                "gradient": train.gradient.identity(),
             },
             "held_out_rows": self.validate.rows,
             **({"relay": True} if self.relay else {}),
@@ -443,7 +477,6 @@ def _loss(train: Section) -> LossSpec:
     section.done()
     return spec
 
-
 def _noise(train: Section) -> Arguments:
     """A table, or the greatest σ alone; 0 is none."""
     if type(train.value.get("noise", 0.0)) in {int, float}:
@@ -470,11 +503,23 @@ def _noise(train: Section) -> Arguments:
     return {"name": name, **numbers}
 
 
-def _gradient(train: Section) -> Arguments:
-    section = train.section("gradient", optional=True)
-    name = section.one_of("name", GRADIENTS, default="backprop")
+
+def _gradient(train: Section) -> GradientSpec:
+    section, known = train.section("gradient", optional=True), GradientSpec()
+    spec = GradientSpec(
+        section.one_of("name", GRADIENTS, default=known.name),
+        section.whole("probes", default=known.probes, least=1),
+        section.one_of("probe", PROBES, default=known.probe),
+        section.one_of("differences", DIFFERENCES, default=known.differences),
+        section.number("epsilon", default=known.epsilon, least=0.0),
+        section.whole("probe_chunk", default=known.probe_chunk, least=1),
+        section.whole("score_chunk", default=known.score_chunk, least=1),
+        section.whole("seed", default=known.seed),
+    )
     section.done()
-    return {"name": name}
+    if not spec.epsilon:
+        section.fail("epsilon", "is 0", "a probe has to go somewhere: 1e-3")
+    return spec
 
 
 def _log(section: Section) -> LogSpec:

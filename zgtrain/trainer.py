@@ -21,9 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import zgstore
 from zgtrain.blockreport import BlockReport, report_of
 from zgtrain.checkpoint import rng_kept
-from zgtrain.gradient import backprop
+from zgtrain.gradient.method import make_method
 from zgtrain.independence import leaving_gradient_bytes
-from zgtrain.job import LossSpec, OptimizerSpec, ScheduleSpec
+from zgtrain.job import GradientSpec, LossSpec, OptimizerSpec, ScheduleSpec
 from zgtrain.ledger import Log
 from zgtrain.noise import LOOKED_AT, Noise, denoising, noised, refuse_names
 from zgtrain.objective import BOUNDARY, Objective, anchor_, make_objective, residual_error
@@ -33,7 +33,6 @@ from zgtrain.resuming import begin, identity_of, keeper
 from zgtrain.source import FOLLOWING, Batch, Source, Trained, cached, micro_batches
 from zgtrain.stepping import Plan, arriving
 
-METHODS: Final = {"backprop": backprop.backward}
 EVERYTHING: Final = 1 << 62  # rows
 
 Forward = Callable[[nn.Module, Tensor, Mapping[str, Any]], Tensor]
@@ -59,7 +58,7 @@ def train_block(
     deterministic: bool = False,
     anchor: float = 0.0,
     noise: Noise | None = None,
-    gradient: str = "backprop",
+    gradient: GradientSpec | str = "backprop",
     validate_every: int = 0,
     validate_rows: int = 0,
     checkpoint: Path | None = None,
@@ -95,7 +94,7 @@ def train_block(
         deterministic: Deterministic kernels, so that resuming is bitwise on GPUs too.
         anchor: Decoupled pull towards the initial parameters.
         noise: Experimental: on the target, which ``forward`` is shown; see `zgtrain.noise`.
-        gradient: How it is had; ``backprop``.
+        gradient: How it is had; ``backprop``, ``zeroth-order``, or a ``GradientSpec``.
         validate_every: Steps between looks at the rows held out; 0: never.
         validate_rows: The first rows are kept out of the training.
         checkpoint: A file that is resumed from and saved to.
@@ -128,12 +127,14 @@ def train_block(
                                weighted=noise is not None and noise.sigma_data is not None)  # fmt: skip
     parameters = _trained(block)
     optimizer = optimizer or make_optimizer(OptimizerSpec(), parameters)
-    backward = METHODS[gradient]
-    settings = [seed, batch_size, accumulate, order, precision, max_grad_norm, anchor, gradient, validate_rows,
-                asdict(schedule), None if schedule.name == "constant" else steps,
+    ranks = Ranks.here(replicas=replicas)
+    method = make_method(
+        gradient, block, forward=_answer(forward, noise), number=block_id or 0, replica=ranks.rank % ranks.replicas
+    )
+    settings = [seed, batch_size, accumulate, order, precision, max_grad_norm, anchor, validate_rows,
+                method.spec.identity(), asdict(schedule), None if schedule.name == "constant" else steps,
                 *([] if noise is None else [asdict(noise)])]  # fmt: skip
     who = identity_of(data, block_id, job or _own_identity(settings, loss, forward, optimizer))
-    ranks = Ranks.here(replicas=replicas)
     alone = stop if ranks.world == 1 else _never  # several processes only stop together, between two steps
     trained = Trained(data.reader, held_out=validate_rows, stop=alone)
     sampler = zgstore.Sampler(trained, seed=seed, batch_size=batch_size * accumulate, order=order)  # type: ignore[arg-type]
@@ -153,16 +154,16 @@ def train_block(
             ranks=ranks,
         ):
             counts = ranks.sum_counts(objective.counts(batches))
-            for each in batches:
+            for number, each in enumerate(batches):
                 batch = _shown(noise, each, seed=seed, step=ledger.step, block=block_id).to(place, dtype=_dtype(block))
                 with torch.autocast(place.type, torch.bfloat16, enabled=precision == "bf16"):
-                    prediction = _like(_answer(forward, noise)(block, batch.source, batch.context), batch.target)
+                    prediction = _like(method.forward(batch.source, batch.context, (ledger.step, number)), batch.target)
                     sums = objective.sums(prediction, batch.target, batch.context)
                 part = objective.total(sums, counts)
                 ledger.add(part, *_beside(sums, counts, prediction, batch))
                 if ledger.step % log_every == 0:
                     ledger.leaving_bytes = max(ledger.leaving_bytes, leaving_gradient_bytes(part, block))
-                ledger.queries += backward(part * ranks.replicas if ranks.replicas > 1 else part, block)
+                ledger.queries += method.backward(part * ranks.replicas if ranks.replicas > 1 else part)
             ranks.mean_gradients(parameters)
             norm = 0.0 if max_grad_norm is None else nn.utils.clip_grad_norm_(parameters, max_grad_norm)
             lr = set_rate(optimizer, rate(schedule, ledger.step, steps))

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import zgstore
-from zgtrain.job import BlockLaunch, load_job
+from zgtrain.job import BlockLaunch, GradientSpec, load_job
 
 JOB = """
 output = "runs/student"
@@ -43,7 +43,7 @@ def test_paths_are_the_files_own_and_defaults_are_filled_in(read, tmp_path):
     assert job.snapshot.store == tmp_path / "cache"
     assert job.snapshot.recipe == tmp_path / "cache.toml"
     assert (job.train.order, job.train.precision, job.train.max_grad_norm) == ("shuffled", "fp32", 1.0)
-    assert (job.train.loss.name, job.train.gradient) == ("relative-mse", {"name": "backprop"})
+    assert (job.train.loss.name, job.train.gradient) == ("relative-mse", GradientSpec())
     assert job.student.block.directory == tmp_path
 
 
@@ -68,7 +68,10 @@ def test_paths_are_the_files_own_and_defaults_are_filled_in(read, tmp_path):
         ("[train]\nnoise = { low = 0.2, high = 0.1 }", "train.noise.low", "lesser"),
         ("[train]\nnoise = { sigma_min = 0.1 }", "train.noise.sigma_min", "not a key"),
         ('[train]\nnoise = { name = "diffusion", sigma_data = 0.0 }', "train.noise.sigma_data", "above 0"),
-        ('[train]\ngradient = { name = "zeroth" }', "train.gradient.name", "backprop"),
+        ('[train]\ngradient = { name = "zeroth" }', "train.gradient.name", "zeroth-order"),
+        ('[train]\ngradient = { probe = "rademaker" }', "train.gradient.probe", "rademacher"),
+        ("[train]\ngradient = { probes = 0 }", "train.gradient.probes", "at least 1"),
+        ("[train]\ngradient = { epsilon = 0.0 }", "train.gradient.epsilon", "somewhere"),
         ("[validate]\nevery = 4", "validate.rows", "both"),
         ("[launch.blocks.x]\nprocesses = 2", "launch.blocks.x", "count from 0"),
         ("[launch.blocks.1]\nprocesses = 3\ndata_parallel = 2", "launch.blocks.1.data_parallel", "divisor"),
@@ -122,14 +125,15 @@ def test_blocks_can_have_processes_of_their_own(read):
 
 SAME = [
     "output=elsewhere", "log.every=1", "log.tensorboard=true", "launch.parallel=4", "train.checkpoint_every=1",
-    "train.steps=128", "train.workers=3", "snapshot.rev=other",
+    "train.steps=128", "train.workers=3", "snapshot.rev=other", "train.gradient.probe_chunk=9",
+    "train.gradient.score_chunk=9", "train.gradient.probes=9",
 ]  # fmt: skip
 OTHER = [
     "train.lr=1e-3", "train.seed=1", "train.batch_size=8", "train.accumulate=2", "train.order=sequential",
     "train.max_grad_norm=2.0", "train.precision=bf16", "train.deterministic=true", "train.anchor=0.1",
     "train.loss=mse", "train.loss.token_ce=0.1", 'student.args={ path = "models/y" }', "student.block=my.zero:other",
     'student.boundaries=["a", "b"]', "train.forward=my.zero:forward", "train.schedule.warmup=3",
-    "train.schedule={ name = \"cosine\" }",
+    "train.schedule={ name = \"cosine\" }", "train.gradient.name=zeroth-order",
 ]  # fmt: skip
 
 
@@ -158,6 +162,15 @@ def test_noise_is_said_by_the_greatest_sigma_or_in_full_and_belongs_to_it(read):
     jobs = [read(seen), read(seen + "noise = 0.1"), read(seen + "noise = 0.2"), down]
     assert len({job.identity() for job in jobs}) == 4
     assert read(seen + "noise = 0.0").identity() == jobs[0].identity()
+
+
+def test_the_probes_belong_to_it_where_the_gradient_is_asked_for_by_them(read):
+    asked = JOB + 'gradient = { name = "zeroth-order" }'
+    whole = read(asked).identity()
+    assert {read(asked, f"train.gradient.{key}_chunk=9").identity() for key in ("probe", "score")} == {whole}
+    settings = ("probes=4", "probe=sphere", "differences=forward", "epsilon=0.1", "seed=1", "name=backprop")
+    assert len({whole, *(read(asked, f"train.gradient.{each}").identity() for each in settings)}) == 7
+    assert read(asked, "train.gradient.name=backprop").identity() == read().identity()
 
 
 def test_the_steps_belong_to_it_where_the_rate_depends_on_them(read):
