@@ -149,9 +149,9 @@ class TrainSpec:
         steps: Optimiser steps.
         batch_size: Rows of a micro-batch.
         accumulate: Micro-batches of a step: a step has ``batch_size × accumulate`` rows.
+        noise: Experimental: empty, or its ``name`` and all of its numbers.
         workers: Threads that read ahead; 0 reads in between the steps.
     """
-        noise: Experimental: empty, or its ``name`` and all of its numbers.
 
     steps: int
     batch_size: int = 4
@@ -171,13 +171,13 @@ class TrainSpec:
     checkpoint_every: int = 256
     workers: int = 1
 
-
-@dataclass(frozen=True, slots=True)
     @property
     def diffusion(self) -> bool:
         """Whether each block takes its part of the noise from one and the same target, the last boundary."""
         return self.noise.get("name") == DIFFUSION
 
+
+@dataclass(frozen=True, slots=True)
 class LogSpec:
     """Section ``[log]``: JSON lines always; ``every`` is how many steps pass between looks at the device."""
 
@@ -477,6 +477,7 @@ def _loss(train: Section) -> LossSpec:
     section.done()
     return spec
 
+
 def _noise(train: Section) -> Arguments:
     """A table, or the greatest σ alone; 0 is none."""
     if type(train.value.get("noise", 0.0)) in {int, float}:
@@ -501,7 +502,6 @@ def _noise(train: Section) -> Arguments:
         section.fail(ends[0], f"is {numbers[ends[0]]:g}, and {ends[1]} is {numbers[ends[1]]:g}",
                      f"let both be above 0, and {ends[0]} the lesser")  # fmt: skip
     return {"name": name, **numbers}
-
 
 
 def _gradient(train: Section) -> GradientSpec:
