@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,21 @@ def test_a_forked_child_does_not_keep_the_lock(store):
 
 def test_locks_are_tested_with_a_second_process(store):
     assert store.leases.locks_work()
+    assert list((store.path / "tmp").iterdir()) == []
+
+
+def test_a_test_of_locks_that_is_swept_away_meanwhile_is_made_again(store, monkeypatch):
+    real, swept = subprocess.run, []
+
+    def run(command, **how):
+        if not swept:  # as a collector does, an hour after it was begun
+            swept.append(Path(command[-1]))
+            swept[0].unlink()
+        return real(command, **how)
+
+    monkeypatch.setattr(locks.subprocess, "run", run)
+    assert store.leases.locks_work()
+    assert swept
     assert list((store.path / "tmp").iterdir()) == []
 
 
