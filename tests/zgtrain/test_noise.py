@@ -11,6 +11,7 @@ from students import noise_of, written
 from torch import nn
 
 import zgstore
+from zgtrain.leakage import leakage
 from zgtrain.noise import (
     LEVEL,
     LOOKED_AT,
@@ -372,3 +373,35 @@ def test_a_job_s_words_make_the_noise_of_each_block():
     assert make_noise(plain, block=1, blocks=4) == PLAIN
     whole = {"name": "diffusion", "overlap": 0.1, "sigma_data": 0.5, **WIDE}
     assert make_noise(whole, block=1, blocks=4) == Diffusion(4, overlap=0.1, **WIDE).noise(1)
+
+
+# ---- where an answer comes from ----
+
+
+class Fixed(nn.Module):
+    """Answers by a part of what it is given; its one parameter is not used."""
+
+    def __init__(self, takes):
+        super().__init__()
+        self.takes, self.unused = takes, nn.Parameter(torch.zeros(1))
+
+
+def fixed(block, source, context):
+    return source if block.takes == "source" else context[NOISY]
+
+
+def test_another_s_source_costs_a_block_that_reads_it_and_nothing_one_that_reads_the_target(tmp_path):
+    with zgstore.read(written(tmp_path), "main") as reader, cached(reader, "h.0", "h.1") as data:
+        seen = {
+            takes: leakage(
+                Fixed(takes), data, make_objective("mse"), rows=4, forward=fixed, device="cpu", noise=PLAIN, seed=5
+            )
+            for takes in ("source", "target")
+        }
+        assert seen["target"].worth == 0
+        assert 0 < seen["target"].own < 0.1**2
+        batch = data.batch(range(4))
+        assert seen["source"].own == pytest.approx(float((batch.source - batch.target).square().mean()))
+        assert seen["source"].other == pytest.approx(float((batch.source.roll(1, 0) - batch.target).square().mean()))
+        with pytest.raises(zgstore.Invalid, match="no other"):
+            leakage(Fixed("source"), data, make_objective("mse"), rows=1, forward=fixed, device="cpu")
