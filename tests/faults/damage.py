@@ -1,36 +1,39 @@
 """Every byte class of every kind of file in a store, damaged in every way; who finds it, and what they get instead.
 
-``python -m tests.faults.damage`` damages each byte of what is small and many of what is not; the suite a few of each
-class. What must hold of each damage is in ``judged``.
+``make damage`` damages each byte of what is small and many of what is not; the suite each class once. What must hold of
+each damage is in ``_looked_at``.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import gc
 import hashlib
+import json
 import os
 import shutil
+import signal
 import stat
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import zgstore
+from tests.faults import steps
+from tests.faults.byte_classes import POINTS, Part, parts
 from tests.upkeep import bare_stores as bare
 from zgstore.errors import ZgError
-from zgstore.format.blobheader import read_header
 from zgstore.format.digest import Digest
-from zgstore.format.pages import RowsRoot
 from zgstore.reading.opening import follow
 from zgstore.storage import partials
-from zgstore.storage.leases import HEAD_BYTES
 from zgstore.storage.store import Store
 from zgstore.upkeep import collector, keeper
 from zgstore.upkeep.verifier import verify
@@ -40,8 +43,8 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "zgtrain")]
 
 from students import built, make_job  # noqa: E402
 
-POINTS = ("layers.0:in", "layers.2:in")
 PARTIAL = ("h.0:in",)
+STUCK_SECONDS = 120
 
 # Kinds of files that hold nothing of their own: what they say is found out again, or nobody asks.
 DISPOSABLE = {"action", "measurement", "index", "lock", "left over"}
@@ -65,27 +68,6 @@ UNSEEN = {
     ("configuration", "newline"): "it means the same, or nothing",
     ("configuration", "policy"): "decides permissions of new files alone",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A byte class of one file.
-
-    Args:
-        kind: Which kind of file.
-        name: Which of its bytes.
-        path: The file.
-        start: Its first byte.
-        stop: The byte after its last.
-        other: A file of the same kind, to be exchanged with.
-    """
-
-    kind: str
-    name: str
-    path: Path
-    start: int
-    stop: int
-    other: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,152 +183,49 @@ def followed(made: Made) -> str:
     return told
 
 
-# ---- byte classes ----
-
-
-def parts(made: Made) -> list[Part]:
-    """Each byte class of each kind of file."""
-    store, found = made.store, list[Part]()
-    snapshot = store.snapshot(store.resolve("cache"))
-    shards = list(store.shards(snapshot))
-    for column in (*POINTS, "input_ids"):
-        place, _ = snapshot.column(column)
-        paths = [store.objects.path(shard.blobs[place].digest, "objects") for shard in shards[:2]]
-        found += _blob(f"blob of {column}", *paths)
-    by_hand = store.snapshot(store.resolve("v1"))
-    dense = [store.objects.path(shard.blobs[0].digest, "objects") for shard in store.shards(by_hand)][:2]
-    found += _blob("blob of a dense column", *dense)
-    found += _blob("constant", store.objects.path(by_hand.constants[0].blob, "objects"), dense[0])
-    found += _metadata(store)
-    found += _names(store)
-    found += _memos(store)
-    lines = {}
-    for line in (store.path / "zgstore.toml").read_text().splitlines():
-        lines[line.partition(" ")[0]] = line + "\n"
-    found += _pieces("configuration", store.path / "zgstore.toml", lines)
-    for name in ("data.mdb", "seal", "lock.mdb"):
-        found += _pieces("index", store.path / "index" / "lmdb-1" / name, {"": None})
-    for name in ("store", "gc", "refs"):
-        found += _pieces("lock", store.path / "locks" / name, {"": None})
-    found += _pieces("left over", store.path / "tmp" / "left", {"": None})
-    return found
-
-
-def _blob(kind: str, path: Path, other: Path) -> Iterator[Part]:
-    body = path.read_bytes()
-    header = read_header(body, file_size=len(body), what="it")
-    end = body.index(b" ", 8) if b" " in body[: header.data_start] else header.data_start
-    yield Part(kind, "header length", path, 0, 8, other)
-    yield Part(kind, "header", path, 8, end, other)
-    yield Part(kind, "padding", path, end, header.data_start, other)
-    for tensor in header.tensors:
-        yield Part(kind, tensor.name, path, tensor.start, tensor.start + tensor.size, other)
-
-
-def _metadata(store: Store) -> Iterator[Part]:
-    one, two = (store.resolve(rev) for rev in ("v1", "bare"))
-    for digest, other in ((one, two),):
-        mine, theirs = store.snapshot(digest), store.snapshot(other)
-        rows, other_rows = store.rows_root_of(mine), store.rows_root_of(theirs)
-        page_of = [
-            Digest(RowsRoot.decode(store.objects.read_meta(each, "page")).pages[:32]) for each in (rows, other_rows)
-        ]
-        pairs = {
-            "snapshot": (digest, other),
-            "root page": (mine.root, theirs.root),
-            "leaf page": tuple(Digest(store.root(each).leaves[:32]) for each in (mine, theirs)),
-            "rows root": (rows, other_rows),
-            "rows page": tuple(page_of),
-            "dropped page": (mine.dropped, theirs.root),
-            "record": tuple(store.refs.log("bare")[at].record for at in (1, 0)),
-        }
-        for kind, (first, second) in pairs.items():
-            path = store.objects.path(first, "meta")
-            yield Part(kind, "", path, 0, path.stat().st_size, store.objects.path(second, "meta"))
-
-
-def _names(store: Store) -> Iterator[Part]:
-    def text(kind: str, path: str, other: str, names: Sequence[str]) -> Iterator[Part]:
-        words = (store.path / path).read_text().replace("\n", " \n ").split(" ")
-        at, fields = 0, iter(names)
-        for word in words:
-            size = len(word.encode())
-            if word == "\n":
-                yield Part(kind, "newline", store.path / path, at, at + 1, store.path / other)
-                at += 1
-            elif size:
-                yield Part(kind, next(fields), store.path / path, at, at + size, store.path / other)
-                at += size + ((store.path / path).read_bytes()[at + size : at + size + 1] == b" ")
-
-    yield from text("ref", "refs/heads/bare", "refs/heads/cache", ["digest"])
-    yield from text("tag", "refs/tags/v1", "refs/tags/v2", ["digest"])
-    for number in (1, 2, 3):
-        entry, other = (f"reflog/heads/bare/{each:012d}" for each in (number, number % 3 + 1))
-        yield from text("reflog", entry, other, ["old", "new", "record"])
-    yield from text("hold", "holds/held", "holds/also-held", ["digest", "reason", "reason"])
-
-
-def _memos(store: Store) -> Iterator[Part]:
-    def first_two(pattern: str) -> list[Path]:
-        return sorted(store.path.glob(pattern))[:2]
-
-    for kind, pattern in (("action", "actions/??/*"), ("measurement", "measurements/*"), ("partial", "partials/*")):
-        path, *other = first_two(pattern)
-        size = path.stat().st_size
-        yield Part(kind, "body", path, 0, size - 32, *other)
-        yield Part(kind, "seal", path, size - 32, size, *other)
-    (path,) = first_two("builds/*")
-    head = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    size, entry = path.stat().st_size, (path.stat().st_size - head) // 4
-    bounds = {"length": (0, 8), "head": (8, head)}
-    bounds |= {
-        "rows": (head, head + 8), "inputs": (head + 8, head + 40), "digest": (head + 40, head + 72),
-        "size": (head + 72, head + 80), "end": (size - entry, size - entry + 8),
-        "snapshot": (size - entry + 8, size - entry + 40), "tail": (size - 8, size),
-    }  # fmt: skip
-    for name, (start, stop) in bounds.items():
-        yield Part("build", name, path, start, stop)
-    (path,) = first_two("leases/*")
-    head = 4 + int.from_bytes(path.read_bytes()[:4], "little")
-    for name, start, stop in (
-        ("length", 0, 4), ("head", 4, head), ("padding", head, HEAD_BYTES), ("digests", HEAD_BYTES, HEAD_BYTES + 32),
-    ):  # fmt: skip
-        yield Part("lease", name, path, start, stop)
-
-
-def _pieces(kind: str, path: Path, pieces: dict[str, str | None]) -> Iterator[Part]:
-    at = 0
-    for name, text in pieces.items():
-        size = path.stat().st_size if text is None else len(text)
-        stop = at + size - (text is not None and text.endswith("\n"))
-        yield Part(kind, name, path, at, stop)
-        if text is not None and text.endswith("\n"):
-            yield Part(kind, "newline", path, stop, stop + 1)
-        at += size
-
-
 # ---- damages ----
 
 
-def damages(parts: Sequence[Part], *, at_most: int, bits: Sequence[int]) -> Iterator[Damage]:
+def damages(parts: Sequence[Part], *, at_most: int) -> Iterator[Damage]:
     """Of each class some bytes flipped and all zeroed; each file cut at each class, grown, exchanged, and removed."""
     for part in parts:
         size = part.stop - part.start
         count = min(size, at_most)
         for number in range(count):
             at = part.start + (number * (size - 1) // max(count - 1, 1))
-            bit = bits[number % len(bits)]
-            yield Damage(part, f"bit {bit} of byte {at} flipped", _flip(at, bit))
-        yield Damage(part, "zeroed", _zero(part.start, part.stop))
-        yield Damage(part, f"cut at {part.start}", _cut(part.start))
+            yield _flipped(part, at, number % 8)
+        yield from _class_lost(part)
     for part in {each.path: each for each in reversed(parts)}.values():
-        whole = Part(part.kind, "grown", part.path, 0, 0)
-        for tail in (b"\0", b"\xff" * 4096):
-            yield Damage(whole, f"grown by {len(tail)} bytes", _grow(tail))
-        yield Damage(Part(part.kind, "gone", part.path, 0, 0), "removed", _remove)
-        if part.other is not None:
-            exchanged = Part(part.kind, "exchanged", part.path, 0, 0, part.other)
-            yield Damage(exchanged, f"exchanged with {part.other.name[:12]}", _as(part.other.read_bytes()))
+        yield from _file_lost(part)
+
+
+def sampled(parts: Sequence[Part]) -> Iterator[Damage]:
+    """Each class flipped once; of each kind one class zeroed or cut off, and one file grown, gone or exchanged."""
+    for at, part in enumerate({(each.kind, each.name): each for each in reversed(parts)}.values()):
+        if part.stop > part.start:
+            yield _flipped(part, (part.start + part.stop) // 2, at % 8)
+    for at, part in enumerate({each.kind: each for each in parts}.values()):
+        ways = [*_file_lost(part)]
+        yield [*_class_lost(part)][at % 2]
+        yield ways[at % len(ways)]
+
+
+def _flipped(part: Part, at: int, bit: int) -> Damage:
+    return Damage(part, f"bit {bit} of byte {at} flipped", _flip(at, bit))
+
+
+def _class_lost(part: Part) -> Iterator[Damage]:
+    yield Damage(part, "zeroed", _zero(part.start, part.stop))
+    yield Damage(part, f"cut at {part.start}", _cut(part.start))
+
+
+def _file_lost(part: Part) -> Iterator[Damage]:
+    for tail in (b"\0", b"\xff" * 4096):
+        yield Damage(Part(part.kind, "grown", part.path, 0, 0), f"grown by {len(tail)} bytes", _grow(tail))
+    yield Damage(Part(part.kind, "gone", part.path, 0, 0), "removed", _remove)
+    if part.other is not None:
+        exchanged = Part(part.kind, "exchanged", part.path, 0, 0, part.other)
+        yield Damage(exchanged, f"exchanged with {part.other.name[:12]}", _as(part.other.read_bytes()))
 
 
 def _flip(at: int, bit: int) -> Callable[[bytes], bytes]:
@@ -373,7 +252,7 @@ def _remove(_body: bytes) -> None:
     return None
 
 
-def changes(damage: Damage, made: Made) -> bool:
+def changes(damage: Damage) -> bool:
     """Whether it changes anything: bytes that are zero already are not zeroed."""
     body = damage.part.path.read_bytes()
     return damage.change(body) != body
@@ -413,44 +292,69 @@ def _put(path: Path, body: bytes | None) -> None:
 # ---- judgement ----
 
 
-def judged(damage: Damage, made: Made, counts: Counter[str]) -> Iterator[str]:
-    """Do it, let everybody look, and say what does not hold."""
-    kind = damage.part.kind
+@dataclass(slots=True)
+class Seen:
+    """What came of one damage.
+
+    Args:
+        tellers: Who told of it.
+        silent: Why no verification needs to tell of it; "" where one does.
+        wrong: What does not hold.
+    """
+
+    tellers: list[str]
+    silent: str = ""
+    wrong: list[str] = field(default_factory=list)
+
+
+def judged(damage: Damage, made: Made) -> Seen:
+    """Do it, and let everybody look, in a process of its own: one that a signal ends is told of too."""
+
+    def look() -> dict[str, object]:
+        signal.alarm(STUCK_SECONDS)
+        return asdict(_looked_at(damage, made))
+
     with applied(damage, made):
-        quick, full = (_outcome(lambda quick=quick: _problems(made, quick=quick)) for quick in (True, False))
-        seen = {
-            "read": _outcome(lambda: read(made)) or "",
-            "train": _outcome(lambda: train(made)) or "",
-            "follow": _outcome(lambda: followed(made)) if kind in {"build", "measurement"} else made.follows,
-        }
-        gone = _outcome(lambda: _collected(made, damage))
-        seen["build"] = _outcome(lambda: build(made)) if kind in DISPOSABLE | {"build", "configuration"} else made.built
+        try:
+            return Seen(**steps.alone(look))
+        except AssertionError as error:
+            return Seen([], wrong=[f"a process that looked at it: {error}"])
+
+
+def _looked_at(damage: Damage, made: Made) -> Seen:
+    kind = damage.part.kind
+    told = {
+        "--quick": _outcome(lambda: _problems(made, quick=True)),
+        "verify": _outcome(lambda: _problems(made, quick=False)),
+        "read": _outcome(lambda: read(made)),
+        "train": _outcome(lambda: train(made)),
+        "follow": _outcome(lambda: followed(made)) if kind in {"build", "measurement"} else made.follows,
+        "gc": _outcome(lambda: _collected(made, damage)),
+        "build": _outcome(lambda: build(made)) if kind in DISPOSABLE | {"build", "configuration"} else made.built,
+    }
     right = {"read": made.values, "train": made.trained, "follow": made.follows, "build": made.built}
-    counts["damages"] += 1
-    counts["found by verify --quick"] += bool(quick)
-    counts["found by verify"] += bool(full)
-    counts["found by a reader"] += isinstance(seen["read"], ZgError)
-    counts["found by a training"] += isinstance(seen["train"], ZgError)
-    for who, got in {**seen, "verify": full, "verify --quick": quick, "gc": gone}.items():
+    seen = Seen([who for who, got in told.items() if isinstance(got, ZgError) or (who not in {*right, "gc"} and got)])
+    for who, got in told.items():
         if isinstance(got, Exception) and not isinstance(got, ZgError):
-            yield f"{who} raised {got!r}"
+            seen.wrong.append(f"{who} raised {got!r}")
         elif who in right and got != right[who] and not isinstance(got, ZgError) and not _means_another(damage):
-            yield f"{who} gave something else"
-    if isinstance(gone, list) and gone and not (kind in {"lease", "hold"} or _is_unseen(damage)):
-        yield f"gc lost {gone[:3]}"
-    if kind in DISPOSABLE and any(isinstance(seen[who], ZgError) for who in right):
-        yield f"what is disposable stopped {[who for who in right if isinstance(seen[who], ZgError)]}"
-    is_found = bool(full)
-    if not is_found and kind not in DISPOSABLE and not _is_unseen(damage):
-        yield "nobody finds it"
-    counts["right answers without a word"] += not is_found
+            seen.wrong.append(f"{who} gave something else")
+    if isinstance(told["gc"], list) and told["gc"] and not (kind in {"lease", "hold"} or _why_unseen(damage)):
+        seen.wrong.append(f"gc lost {told['gc'][:3]}")
+    if kind in DISPOSABLE and not right.keys().isdisjoint(seen.tellers):
+        seen.wrong.append(f"what is disposable stopped {seen.tellers}")
+    if not told["verify"]:
+        seen.silent = "it holds nothing of its own" if kind in DISPOSABLE else _why_unseen(damage)
+        if not seen.silent:
+            seen.wrong.append("no verification finds it")
+    return seen
 
 
-def _is_unseen(damage: Damage) -> bool:
+def _why_unseen(damage: Damage) -> str:
     kind, name = damage.part.kind, damage.part.name
     if kind == "reflog" and damage.part.path.name.endswith("1") and name in {"gone", "exchanged", "record"}:
-        return (kind, "first entry gone") in UNSEEN and name == "gone"
-    return (kind, name) in UNSEEN or (kind, "") in UNSEEN
+        return UNSEEN[kind, "first entry gone"] if name == "gone" else ""
+    return UNSEEN.get((kind, name)) or UNSEEN.get((kind, "")) or ""
 
 
 def _means_another(damage: Damage) -> bool:
@@ -472,32 +376,105 @@ def _problems(made: Made, *, quick: bool) -> list[str]:
 def _collected(made: Made, damage: Damage) -> list[str]:
     """Collect without any grace: which objects went, but for what is damaged itself."""
     collector.collect(Store.open(made.store.path), grace_seconds=0, owner=True)
-    there = {damage.part.path, damage.part.other}
+    there = {damage.part.path, damage.part.other, *_goes_with(damage, made)}
     folders = {made.store.path / family for family in ("objects", "meta")}
     objects = [path for path in made.files if path.parent.parent in folders]
     return [path.name[:12] for path in objects if path not in there and not path.exists()]
 
 
+def _goes_with(damage: Damage, made: Made) -> Iterator[Path]:
+    """The record that a lost reflog entry alone named: it tells who moved the name, and when, as the entry did."""
+    if damage.part.kind == "reflog" and damage.part.name == "gone":
+        record = made.files[damage.part.path].split()[2].decode()
+        yield made.store.objects.path(Digest.parse(record), "meta")
+
+
+# ---- the command ----
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of one kind of file: how often it was damaged, and who told of how many; of flipped bits apart.
+
+    Args:
+        damages: How many.
+        flips: How many of them flipped one bit.
+        tellers: Who told of how many damages.
+        flip_tellers: And of how many flips.
+        silent: Why no verification told, and of how many damages.
+        findings: What does not hold.
+    """
+
+    damages: int = 0
+    flips: int = 0
+    tellers: Counter[str] = field(default_factory=Counter)
+    flip_tellers: Counter[str] = field(default_factory=Counter)
+    silent: Counter[str] = field(default_factory=Counter)
+    findings: list[str] = field(default_factory=list)
+
+    def count(self, damage: Damage, seen: Seen) -> None:
+        part, is_flip = damage.part, "flipped" in damage.how
+        self.damages += 1
+        self.flips += is_flip
+        self.tellers.update(seen.tellers)
+        self.flip_tellers.update(seen.tellers if is_flip else [])
+        self.silent.update([seen.silent] if seen.silent else [])
+        what = f"{part.kind}, {part.name} ({part.path.name[:12]}), {damage.how}"
+        self.findings += [f"{what}: {each}" for each in seen.wrong]
+
+    def add(self, other: Tally) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+TELLERS = ("--quick", "verify", "read", "train", "follow", "gc", "build")
+
+
+def _line(kind: str, tally: Tally) -> str:
+    told = " ".join(f"{tally.tellers[who]:>5}/{tally.flip_tellers[who]:<5}" for who in TELLERS)
+    return f"{kind:24}{tally.damages:>6}/{tally.flips:<5} {told} {tally.silent.total():>6}"
+
+
 def main() -> int:
-    """All of it, or of the kinds that are named: what was damaged, and who found it."""
-    kinds = [word for word in sys.argv[1:] if word != "--few"]
-    at_most = 2 if "--few" in sys.argv else 64
-    begun, counts, bad = time.monotonic(), Counter[str](), 0
+    """What was damaged, and who told of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help="of files; all of them")
+    parser.add_argument("--sample", action="store_true", help="each class once, of each kind a few more")
+    parser.add_argument("--bytes", type=int, default=64, help="how many of each class are flipped, at most")
+    parser.add_argument("--json", action="store_true", help="a JSON object for each kind of file, on a line")
+    asked = parser.parse_args()
+    begun, tallies = time.monotonic(), dict[str, Tally]()
     root = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     try:
         made = make(root)
-        chosen = [part for part in parts(made) if part.kind in (kinds or part.kind)]
-        for damage in damages(chosen, at_most=at_most, bits=range(8)):
-            if changes(damage, made):
-                for finding in judged(damage, made, counts):
-                    part = damage.part
-                    print(f"{part.kind}, {part.name} ({part.path.name[:12]}), {damage.how}: {finding}", flush=True)
-                    bad += 1
+        gc.freeze()  # what every process that looks has in common
+        chosen = [part for part in parts(made.store) if part.kind in (asked.kinds or part.kind)]
+        for damage in sampled(chosen) if asked.sample else damages(chosen, at_most=asked.bytes):
+            if changes(damage):
+                tallies.setdefault(damage.part.kind, Tally()).count(damage, judged(damage, made))
     finally:
         shutil.rmtree(root)
-    told = ", ".join(f"{count} {what}" for what, count in counts.items())
-    print(f"{told}; {bad} findings; {time.monotonic() - begun:.0f} s")
-    return min(bad, 1)
+    return _tell(tallies, time.monotonic() - begun, as_json=asked.json)
+
+
+def _tell(tallies: dict[str, Tally], seconds: float, *, as_json: bool) -> int:
+    whole = Tally()
+    for tally in tallies.values():
+        whole.add(tally)
+    if as_json:
+        for kind, tally in tallies.items():
+            print(json.dumps({"kind": kind, **{each.name: getattr(tally, each.name) for each in fields(tally)}}))
+        return min(len(whole.findings), 1)
+    print(f"{'damages/bits flipped':>36} {' '.join(f'{who:^11}' for who in TELLERS)} silent")
+    for kind, tally in (*tallies.items(), ("all", whole)):
+        print(_line(kind, tally))
+    for why, count in whole.silent.most_common():
+        print(f"silent {count} times: {why}")
+    for finding in whole.findings:
+        print(f"--- {finding}")
+    what = f"{whole.damages} damages, {whole.flips} of them one bit"
+    print(f"all: {what}; {len(whole.findings)} findings; {seconds:.0f} s")
+    return min(len(whole.findings), 1)
 
 
 if __name__ == "__main__":
