@@ -20,6 +20,8 @@ DOORS = {
     "blake3": "zgstore/format/digest.py",
     "msgpack": "zgstore/format/canonical.py",
     "lmdb": "zgstore/storage/index.py",
+    "tomllib": "zgstore/format/toml.py",
+    "zipfile": "zgstore/upkeep/torcharchive.py",
     "typer": "zgstore/cli/",
     "click": "zgstore/cli/",
     "rich": "zgstore/cli/",

@@ -7,7 +7,7 @@ alone. Nothing here loads torch or opens a store.
 from __future__ import annotations
 
 import json
-import tomllib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +26,8 @@ LEAST_OF_MOST: Final = 1 / 20  # σ of a job that says the greatest alone: publi
 GRADIENTS: Final = ("backprop", "zeroth-order")
 PROBES: Final = ("rademacher", "gaussian", "sphere", "orthogonal")
 DIFFERENCES: Final = ("central", "forward")
+
+_BLOCK: Final = re.compile(r"0|[1-9][0-9]{0,5}")
 
 Arguments = Mapping[str, Any]
 
@@ -363,11 +365,8 @@ def _toml(value: Any) -> str:
 def _assignment(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise zgstore.Invalid(f"{text!r} sets nothing", hint="write KEY=VALUE, as in train.steps=64")
-    try:
-        return key.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key.strip(), value.strip()
+        raise zgstore.Invalid(f"{text!r:.80} sets nothing", hint="write KEY=VALUE, as in train.steps=64")
+    return key.strip(), zgstore.Section.literal(value)
 
 
 # ---- sections ----
@@ -432,7 +431,7 @@ def _train(section: Section) -> TrainSpec:
 
 def _optimizer(train: Section) -> OptimizerSpec:
     section = train.section("optimizer", optional=True)
-    options = {"lr": 1e-4, **section.value}
+    options = {"lr": 1e-4, **train.plain("optimizer", section.value)}
     name = options.pop("name", "adamw")
     if isinstance(name, str) and ":" in name:
         return OptimizerSpec(name, options, section.target("name"))
@@ -541,7 +540,7 @@ def _launch(section: Section) -> LaunchSpec:
     table = section.section("blocks", optional=True)
     blocks: dict[int, BlockLaunch] = {}
     for key in list(table.value):
-        if not key.isdecimal():
+        if not _BLOCK.fullmatch(key):
             table.fail(key, "is no block", "blocks count from 0: [launch.blocks.0]")
         one = table.section(key)
         blocks[int(key)] = BlockLaunch(

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from zgstore.errors import Invalid, NotFound
+from zgstore.format import toml
 from zgstore.format.digest import Digest
 from zgstore.storage.store import Store
 
@@ -56,10 +55,10 @@ def read(path: Path) -> dict[str, Locked]:
         Invalid: if the file is not TOML or a section is not one of ours.
     """
     try:
-        value = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        value = toml.parse(Path(path).read_bytes())
     except FileNotFoundError as error:
         raise NotFound(f"there is no lock file {path}", hint=f"`zgstore lock NAME --file {path}` writes one") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise Invalid(f"{path} is not TOML: {error}", hint="restore it from version control") from error
     return {name: _section(path, name, section) for name, section in value.items()}
 
@@ -153,12 +152,13 @@ def lock(store: Store, name: str, rev: str | None = None, *, file: Path | None =
 
 
 def _section(path: Path, name: str, value: object) -> Locked:
-    if not isinstance(value, Mapping) or not isinstance(value.get("snapshot"), str):
-        raise Invalid(f"[{name}] in {path} names no snapshot", hint=f"`zgstore lock {name}` writes it anew")
-    recipe = value.get("recipe")
-    return Locked(
-        Digest.parse(value["snapshot"]), Digest.parse(recipe) if recipe else None, Digest.parse(str(value.get("pins")))
-    )
+    try:
+        snapshot, recipe, pins = (value.get(key) for key in ("snapshot", "recipe", "pins"))  # type: ignore[attr-defined]
+        return Locked(Digest.parse(snapshot), None if recipe is None else Digest.parse(recipe), Digest.parse(pins))
+    except (AttributeError, TypeError, Invalid) as error:
+        raise Invalid(
+            f"[{name!r:.80}] in {path} does not name a snapshot and its pins", hint="`zgstore lock NAME` writes it anew"
+        ) from error
 
 
 def _key(name: str) -> str:

@@ -6,7 +6,9 @@ an error that names the nearest known one, because a key that is silently ignore
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -277,9 +279,15 @@ def _capture(section: Section) -> CaptureSpec:
     _check_kind(section, spec)
     _check_names(section, spec)
     for path in spec.code:
-        if not (section.path.parent / path).exists():
+        if not _is_there(section.path.parent / path):
             section.fail("code", f"has {path!r}, which is not there", "paths are relative to the recipe")
     return spec
+
+
+def _is_there(path: Path) -> bool:
+    with contextlib.suppress(OSError):  # a name may be too long for the system
+        return path.exists()
+    return False
 
 
 def _check_kind(section: Section, spec: CaptureSpec) -> None:
@@ -301,9 +309,9 @@ def _check_kind(section: Section, spec: CaptureSpec) -> None:
 
 
 def _check_names(section: Section, spec: CaptureSpec) -> None:
-    names = [*spec.boundaries, *spec.outputs, *spec.context, *spec.constants]
-    for name in names:
-        if names.count(name) > 1:
+    names = Counter([*spec.boundaries, *spec.outputs, *spec.context, *spec.constants])
+    for name, count in names.items():
+        if count > 1:
             section.fail("boundaries" if ":" in name else "context", f"has {name!r} twice", "name each column once")
         if name in RESERVED_COLUMNS:
             section.fail("context", f"has {name!r}", "that column is made by itself where it is needed")
@@ -314,13 +322,13 @@ def _storage(section: Section, capture: CaptureSpec) -> StorageSpec:
     batches = section.take("batches_per_shard", int, default=DEFAULT_BATCHES_PER_SHARD)
     if batches < 1:
         section.fail("batches_per_shard", f"is {batches}", "at least 1")
-    known = [*capture.boundaries, *capture.outputs]
+    known = dict.fromkeys([*capture.boundaries, *capture.outputs])
     columns: dict[str, ColumnStorage] = {}
     table = section.section("columns", optional=True)
     for name in list(table.value):
         one = table.section(name)
         if capture.extractor is None and name not in known:
-            table.fail(name, "is no boundary or output of this recipe", nearest(name, known) or "remove it")
+            table.fail(name, "is no boundary or output of this recipe", nearest(name, [*known]) or "remove it")
         codec = one.text("codec") if one.has("codec") else "raw"
         if codec not in CODECS:
             one.fail("codec", f"is {codec!r}", nearest(codec, CODECS) or f"one of {', '.join(CODECS)}")

@@ -15,20 +15,21 @@ import math
 import re
 import sys
 import threading
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from zgstore.errors import Invalid
-from zgstore.format import canonical
+from zgstore.format import canonical, toml
 
 # What TOML calls them.
 _KINDS: Final = {
     str: "a string in quotes", int: "a whole number", float: "a number", bool: "true or false", dict: "a table",
     list: "an array",
 }  # fmt: skip
+MAX_COMPARED: Final = 200  # characters, with each known name: the comparison takes the square of them
+MAX_TEXT: Final = 4095  # as long as a path can be
 _TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -127,7 +128,7 @@ class Section:
         value = self.value[key]
         if type(value) is not kind:
             what = _KINDS.get(kind, kind.__name__)
-            self.fail(key, f"is {value!r}, not {what}", f"write {what}")
+            self.fail(key, f"is {value!r:.80}, not {what}", f"write {what}")
         return value
 
     def number(self, key: str, *, default: float, least: float | None = None) -> float:
@@ -136,7 +137,7 @@ class Section:
         value = float(self.value[key]) if whole else float(self.take(key, float, default=default))
         if not math.isfinite(value) or (least is not None and value < least):
             bound = "" if least is None else f", at least {least:g}"
-            self.fail(key, f"is {self.value[key]!r}", f"give a finite number{bound}")
+            self.fail(key, f"is {self.value[key]!r:.80}", f"give a finite number{bound}")
         return value
 
     def whole(self, key: str, *, default: int, least: int = 0) -> int:
@@ -150,7 +151,7 @@ class Section:
         """One of the known texts."""
         text = str(self.take(key, str, default=default))
         if text not in known:
-            self.fail(key, f"is {text!r}", nearest(text, known) or f"one of {', '.join(known)}")
+            self.fail(key, f"is {text!r:.80}", nearest(text, known) or f"one of {', '.join(known)}")
         return text
 
     def section(self, key: str, *, optional: bool = False) -> Section:
@@ -163,28 +164,38 @@ class Section:
         if not value:
             why = "a cache whose origin is not pinned cannot be trusted: give it" if pin else "give it"
             self.fail(key, "is missing", why)
+        self._see_text(key, value)
         return str(value)
 
     def texts(self, key: str) -> tuple[str, ...]:
         value = self.take(key, list, default=[])
         for item in value:
             if not isinstance(item, str) or not item:
-                self.fail(key, f"has {item!r}", "list texts")
+                self.fail(key, f"has {item!r:.80}", "list texts")
+            self._see_text(key, item)
         return tuple(value)
+
+    def _see_text(self, key: str, text: str) -> None:
+        """That the system can take it for a path, which many texts are."""
+        if "\0" in text or len(text) > MAX_TEXT:
+            self.fail(key, f"is {text!r:.80}", f"give at most {MAX_TEXT} characters, and none of them NUL")
 
     def target(self, key: str) -> Target:
         text = self.text(key)
         if not _TARGET.fullmatch(text):
-            self.fail(key, f"is {text!r}", 'name a function as "module:function"')
+            self.fail(key, f"is {text!r:.80}", 'name a function as "module:function"')
         return Target(text, self.path.parent)
 
     def arguments(self) -> Mapping[str, Any]:
-        args = self.take("args", dict, default={})
+        return self.plain("args", self.take("args", dict, default={}))
+
+    def plain(self, key: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The table, whose values can be part of an identity: times cannot."""
         try:
-            canonical.encode(args)
+            canonical.encode(table)
         except Invalid as error:
-            self.fail("args", f"cannot be kept: {error.message}", error.hint)
-        return dict(args)
+            self.fail(key, f"cannot be kept: {error.message}", error.hint or "")
+        return dict(table)
 
     def done(self) -> None:
         for key in self.value:
@@ -199,19 +210,31 @@ class Section:
             Invalid: if it is not there, or not TOML.
         """
         try:
-            return tomllib.loads(path.read_text(encoding="utf-8"))
+            return toml.parse(path.read_bytes())
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise Invalid(f"there is no {kind} {path}", hint=hint) from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:
             raise Invalid(f"{path} is not TOML: {error}", hint="correct the line it names") from error
+
+    @staticmethod
+    def literal(text: str) -> Any:
+        """A value as TOML writes it; where it is none, the text itself."""
+        try:
+            (value,) = toml.parse(f"value = {text}").values()
+        except ValueError:
+            return text.strip()
+        return value
 
     @staticmethod
     def override(value: dict[str, Any], key: str, replacement: Any) -> None:
         """Set a dotted key, quoted where a name has dots as in TOML, making the tables that it goes through."""
         try:
-            place: Any = tomllib.loads(f"{key} = 0")
-        except tomllib.TOMLDecodeError as error:
-            raise Invalid(f"{key!r} is not a key", hint="write it as TOML does: storage.batches_per_shard") from error
+            place: Any = toml.parse(f"{key} = 0")
+            ((part, rest),) = place.items()  # a comment is none, and a line break may be two
+        except ValueError as error:
+            raise Invalid(
+                f"{key!r:.80} is not a key", hint="write it as TOML does: storage.batches_per_shard"
+            ) from error
         while True:
             ((part, rest),) = place.items()
             if not isinstance(rest, dict):
@@ -224,7 +247,7 @@ class Section:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name[:MAX_COMPARED], known, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else ""
 
 

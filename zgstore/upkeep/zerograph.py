@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from zgstore.errors import Corrupt, Invalid, Missing, Partial, ZgError
 from zgstore.format.digest import Digest, digest_of
 from zgstore.format.tensorfile import dtype_name
 from zgstore.storage.files import directory, fault, open_regular, read_all
+from zgstore.upkeep import torcharchive
 
 KIND: Final = "zerograph_clean_teacher_boundaries_v1"
 MANIFEST: Final = "manifest.json"
@@ -148,10 +148,9 @@ def load(cache: Cache) -> Iterator[Batch]:
             _check_member(cache, member, file, None)
             file.seek(0)
             try:
-                value = torch.load(file, map_location="cpu", weights_only=True)
-            # What a foreign file makes the unpickler raise may be anything; all of it is that file's fault.
-            except Exception as error:
-                raise _unlike(member, f"it cannot be loaded as tensors alone ({type(error).__name__})") from error
+                value = torcharchive.load(file)
+            except torcharchive.Unlike as error:
+                raise _unlike(member, f"it cannot be loaded as tensors alone: {error}") from error
         yield _batch(cache, member, value)
 
 
