@@ -12,11 +12,11 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self
 
-from zgstore.errors import Corrupt, Invalid
+from zgstore.errors import Corrupt
 from zgstore.format import canonical
 from zgstore.format.action import Action
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
-from zgstore.format.fields import all_u64, pack_u64
+from zgstore.format.fields import all_u64, checked_fields, fixed_width, many_u64, pack_u64, shape_of, texts_of
 from zgstore.format.pages import Blob
 from zgstore.storage.memos import Memos
 
@@ -86,10 +86,12 @@ def recall(
     for key, _ in _parts(stems, tags, len(shards)):
         value = memos.measurement(key)
         try:
-            names, cells = value["shards"], [_Cells(each) for each in value["columns"]]  # type: ignore[index]
-        except (KeyError, TypeError, struct.error, Corrupt, Invalid):
+            fields = checked_fields("memory of a plan", value, shards=bytes, columns=list)
+            names, count = fields["shards"], len(fields["shards"]) // NAME_BYTES
+            cells = [_Cells(each, count) for each in fields["columns"]]
+        except Corrupt:
             continue
-        for at in range(len(names) // NAME_BYTES):
+        for at in range(count) if len(cells) == len(stems) else ():
             place[names[at * NAME_BYTES : (at + 1) * NAME_BYTES]] = cells, at
     for shard, name in enumerate(shards):
         if name in place:
@@ -152,19 +154,27 @@ def _packed(actions: Sequence[Found]) -> dict[str, Any]:
 
 
 class _Cells:
-    """One column's part of the file."""
+    """One column's part of the file, of so many shards.
 
-    def __init__(self, value: Mapping[str, Any]) -> None:
-        self.blobs: bytes = value["blobs"]
-        self.sizes = all_u64(value["sizes"])
-        self.rows = all_u64(value["rows"])
-        self.dtype: str = value["dtype"]
-        self.shape = tuple(value["shape"])
-        self.platform: Mapping[str, str] = value["platform"]
-        self.nonfinite = {
-            at: all_u64(rows) for at, rows in zip(all_u64(value["nonfinite_at"]), value["nonfinite"], strict=True)
-        }
-        self.statistics: bytes = value["statistics"]
+    Raises:
+        Corrupt: if it is of another number, or of no column.
+    """
+
+    def __init__(self, value: Any, count: int) -> None:
+        what = "memory of a column"
+        fields = checked_fields(
+            what, value, blobs=bytes, sizes=bytes, rows=bytes, dtype=str, shape=list, platform=dict,
+            nonfinite_at=bytes, nonfinite=list, statistics=bytes,
+        )  # fmt: skip
+        self.blobs = fixed_width(what, fields["blobs"], count)
+        self.sizes = all_u64(fixed_width(what, fields["sizes"], count, each=8))
+        self.rows = all_u64(fixed_width(what, fields["rows"], count, each=8))
+        self.dtype: str = fields["dtype"]
+        self.shape = shape_of(what, fields["shape"])
+        self.platform: Mapping[str, str] = texts_of(what, fields["platform"])
+        bad = all_u64(fixed_width(what, fields["nonfinite_at"], len(fields["nonfinite"]), each=8))
+        self.nonfinite = {at: many_u64(what, rows) for at, rows in zip(bad, fields["nonfinite"], strict=True)}
+        self.statistics = fixed_width(what, fields["statistics"], count, each=_NUMBERS.size)
 
     def found(self, at: int) -> Found:
         numbers = _NUMBERS.unpack_from(self.statistics, at * _NUMBERS.size)

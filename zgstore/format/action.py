@@ -8,7 +8,17 @@ from typing import Any, ClassVar, Self
 
 from zgstore.format import canonical
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
-from zgstore.format.fields import all_u64, broken, checked_fields, fixed_width, of_kind, pack_u64
+from zgstore.format.fields import (
+    broken,
+    checked_fields,
+    fixed_width,
+    many_u64,
+    natural,
+    of_kind,
+    pack_u64,
+    shape_of,
+    texts_of,
+)
 from zgstore.format.pages import Blob
 
 
@@ -67,13 +77,13 @@ class Action:
         )  # fmt: skip
         return cls(
             key=Digest(fixed_width("action", fields["key"], 1)),
-            blob=Blob(Digest(fixed_width("action", fields["blob"], 1)), fields["size"]),
-            rows=fields["rows"],
+            blob=Blob(Digest(fixed_width("action", fields["blob"], 1)), natural("action", "size", fields["size"])),
+            rows=natural("action", "rows", fields["rows"]),
             dtype=fields["dtype"],
-            shape=tuple(fields["shape"]),
-            platform=fields["platform"],
-            nonfinite=all_u64(fixed_width("action", fields["nonfinite"], len(fields["nonfinite"]) // 8, each=8)),
-            statistics=fields["statistics"],
+            shape=shape_of("action", fields["shape"]),
+            platform=texts_of("action", fields["platform"]),
+            nonfinite=many_u64("action", fields["nonfinite"]),
+            statistics=checked_fields("action", fields["statistics"], **dict.fromkeys(fields["statistics"], float)),
             seconds=fields["seconds"],
         )
 

@@ -82,7 +82,7 @@ def _ordered(value: Value, depth: int) -> Value:
         return value
     if isinstance(value, int):
         if not -(1 << 63) <= value < 1 << 64:
-            raise Invalid(f"the integer {value} needs more than 64 bits", hint="store it as text or bytes")
+            raise Invalid("an integer needs more than 64 bits", hint="store it as text or bytes")
         return value
     if isinstance(value, float):
         # A float takes a level of its own, as it does in its encoding.
@@ -95,7 +95,7 @@ def _ordered(value: Value, depth: int) -> Value:
         _bound(len(value), depth + 1)
         for key in value:
             if not isinstance(key, str) or key.startswith("$"):
-                raise Invalid(f"{key!r} cannot be a key", hint="use text that does not begin with $")
+                raise Invalid(f"{key!r:.80} cannot be a key", hint="use text that does not begin with $")
         return {key: _ordered(value[key], depth + 1) for key in sorted(value, key=_utf8)}
     raise Invalid(f"a {type(value).__name__} has no canonical encoding", hint="use plain numbers, text, lists and maps")
 

@@ -51,7 +51,7 @@ def broken(what: str, why: str) -> Corrupt:
 
 def of_kind(kind: str, value: Any) -> Any:
     if not isinstance(value, dict) or value.get("kind") != kind:
-        raise broken(kind, f"its kind is {value.get('kind')!r}" if isinstance(value, dict) else "it is no map")
+        raise broken(kind, f"its kind is {value.get('kind')!r:.40}" if isinstance(value, dict) else "it is no map")
     return value
 
 
@@ -62,6 +62,32 @@ def checked_fields(what: str, value: Any, **types: type) -> dict[str, Any]:
         if type(value.get(name)) is not kind:
             raise broken(what, f"{name} is {value.get(name)!r:.40}, not {kind.__name__}")
     return {name: value[name] for name in types}
+
+
+def shape_of(what: str, value: Any, *, ragged: bool = True) -> tuple[int | None, ...]:
+    """Sizes; the first may be None, which stands for the ragged axis."""
+    shape = tuple(value)
+    fits = all(type(size) is int and size >= 0 for size in (shape[1:] if ragged and shape[:1] == (None,) else shape))
+    if not fits:
+        raise broken(what, f"shape {value!r:.80}")
+    return shape
+
+
+def texts_of(what: str, value: dict[str, Any]) -> dict[str, str]:
+    if not all(isinstance(each, str) for each in value.values()):
+        raise broken(what, f"a text that is none in {value!r:.80}")
+    return value
+
+
+def natural(what: str, name: str, number: int, *, least: int = 0) -> int:
+    if number < least:
+        raise broken(what, f"{name} is {number}, less than {least}")
+    return number
+
+
+def many_u64(what: str, packed: Any) -> tuple[int, ...]:
+    """Numbers, however many."""
+    return all_u64(fixed_width(what, packed, len(packed) // 8 if isinstance(packed, bytes) else 0, each=8))
 
 
 def fixed_width(what: str, packed: Any, count: int, *, each: int = DIGEST_BYTES) -> bytes:

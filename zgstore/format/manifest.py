@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, Self
 from zgstore.errors import Invalid
 from zgstore.format import canonical
 from zgstore.format.digest import Digest, digest_of
-from zgstore.format.fields import FORMAT, broken, checked_fields, fixed_width, of_kind
+from zgstore.format.fields import FORMAT, broken, checked_fields, fixed_width, natural, of_kind, shape_of
 
 KNOWN_FEATURES: Final[frozenset[str]] = frozenset()
 ROLES: Final = ("boundary", "output", "context")
@@ -87,12 +87,10 @@ class Column:
     @classmethod
     def from_value(cls, value: Any) -> Self:
         fields = checked_fields("column", value, name=str, role=str, dtype=str, codec=str, shape=list)
-        depth = value.get("depth")
-        shape = tuple(fields["shape"])
-        if not all(size is None or (type(size) is int and size >= 0) for size in shape) or None in shape[1:]:
-            raise broken("column", f"shape {list(shape)}")
-        if not (depth is None or type(depth) is int):
-            raise broken("column", f"depth {depth!r}")
+        depth = value.get("depth", "missing")
+        shape = shape_of("column", fields["shape"])
+        if not (depth is None or (type(depth) is int and depth >= 0)):
+            raise broken("column", f"depth {depth!r:.40}")
         return cls(fields["name"], fields["role"], fields["dtype"], fields["codec"], shape, depth)
 
 
@@ -118,10 +116,9 @@ class Constant:
     @classmethod
     def from_value(cls, value: Any) -> Self:
         fields = checked_fields("constant", value, name=str, dtype=str, shape=list, blob=bytes, size=int)
-        return cls(
-            fields["name"], fields["dtype"], tuple(fields["shape"]), Digest(fixed_width("constant", fields["blob"], 1)),
-            fields["size"],
-        )  # fmt: skip
+        shape = tuple(size for size in shape_of("constant", fields["shape"], ragged=False) if size is not None)
+        blob = Digest(fixed_width("constant", fields["blob"], 1))
+        return cls(fields["name"], fields["dtype"], shape, blob, natural("constant", "size", fields["size"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +193,13 @@ class Snapshot:
         columns = tuple(Column.from_value(each) for each in fields["columns"])
         if len({column.name for column in columns}) != len(columns):
             raise broken("snapshot", "two columns of one name")
-        dropped = value.get("dropped")
+        dropped = value.get("dropped", "missing")
         return cls(
             pins=Pins(fields["teacher"], fields["data"], fields["capture"]),
             columns=columns,
             constants=tuple(Constant.from_value(each) for each in fields["constants"]),
-            cut=fields["cut"],
-            samples=fields["samples"],
+            cut=natural("snapshot", "cut", fields["cut"], least=1),
+            samples=natural("snapshot", "samples", fields["samples"]),
             dropped=None if dropped is None else Digest(fixed_width("snapshot", dropped, 1)),
             root=Digest(fixed_width("snapshot", fields["root"], 1)),
             requires=tuple(fields["requires"]),

@@ -253,4 +253,6 @@ class Dropped:
             if any(number >= len(fields["reasons"]) for number in numbers):
                 raise broken("dropped page", "a reason it does not list")
             parts += [all_u64(fields[rows]), tuple(fields["reasons"][number] for number in numbers)]
+        if fields["reasons"] != sorted({*parts[1], *parts[3]}):
+            raise broken("dropped page", "its reasons are not those of its rows, each once and in order")
         return cls(*parts)

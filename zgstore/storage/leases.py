@@ -307,9 +307,11 @@ def _process_start(pid: int) -> int:
 
 
 def _process_gone(pid: int, process_start: int) -> bool:
+    if pid <= 0:  # to the system that is whole groups of processes
+        return True
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return True
     except PermissionError:
         pass
