@@ -362,7 +362,7 @@ def test_who_may_only_read_reads_without_a_lease_and_cannot_write(tmp_path):
         [sys.executable, "-c", READ_AS_SOMEBODY_ELSE, str(store.path)], capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    assert "cannot be written here" in ran.stdout
+    assert "check who owns it" in ran.stdout
 
 
 def test_a_leaf_of_other_columns_than_its_snapshot_is_corrupt(store):

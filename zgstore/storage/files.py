@@ -64,7 +64,7 @@ def fault(error: OSError, doing: str) -> ZgError:
     if error.errno in _FULL:
         return NoSpace(why, hint="free some space, with `zgstore gc` or otherwise; rerun to resume", errno=number)
     if error.errno in _DENIED:
-        return Invalid(why, hint="the store cannot be written here; check its mount, owner and policy", errno=number)
+        return Invalid(why, hint="check who owns it, its permissions, its mount and the store's policy", errno=number)
     if error.errno in {errno.EMFILE, errno.ENFILE}:
         return Transient(why, hint="raise `ulimit -n`, or use fewer workers", errno=number)
     if error.errno in _SENSELESS:

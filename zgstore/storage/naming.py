@@ -40,6 +40,15 @@ def check_name(name: str, what: str = "ref") -> str:
     return name
 
 
+def is_name(name: str) -> bool:
+    """Whether FORMAT's rules for names allow it."""
+    try:
+        check_name(name)
+    except Invalid:
+        return False
+    return True
+
+
 def check_clashes(name: str, others: Iterable[str], what: str = "ref") -> None:
     """Refuse a name that differs from another by case alone, or is a prefix of it or has it as one.
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from zgstore.errors import Conflict, Corrupt, Invalid, NotFound
+from zgstore.errors import Conflict, Corrupt, Invalid, NotFound, Transient, ZgError
 from zgstore.format.digest import Digest
-from zgstore.storage.files import directory, listing, read_all
-from zgstore.storage.naming import MAX_FILE_BYTES, NamedFiles, check_clashes, check_name, parse_digest, torn
+from zgstore.storage.files import directory, faults, listing, read_all
+from zgstore.storage.naming import MAX_FILE_BYTES, NamedFiles, check_clashes, check_name, is_name, parse_digest, torn
 
 KINDS: Final = {"head": "heads", "tag": "tags"}
 _HOLDS: Final = ("holds",)
@@ -109,16 +109,17 @@ class Refs:
 
         Raises:
             Corrupt: if its file does not hold a digest.
+            Invalid, Transient: if it is there and cannot be read: what it keeps is not known.
         """
-        with contextlib.suppress(Invalid):
-            check_name(name)
-            for each in (kind,) if kind else KINDS:
-                text = self._files.read(("refs", KINDS[each]), name)
-                if text is not None:
-                    return parse_digest(text.strip(), self.root / "refs" / KINDS[each] / name)
+        if not is_name(name):
+            return None
+        for each in (kind,) if kind else KINDS:
+            text = self._files.read(("refs", KINDS[each]), name)
+            if text is not None:
+                return parse_digest(text.strip(), self.root / "refs" / KINDS[each] / name)
         return None
 
-    def list(self, *, damaged: builtins.list[Corrupt] | None = None) -> builtins.list[Ref]:
+    def list(self, *, damaged: builtins.list[ZgError] | None = None) -> builtins.list[Ref]:
         """All heads, then all tags, each by name.
 
         Args:
@@ -208,7 +209,7 @@ class Refs:
     # -- history ---------------------------------------------------------------------------------------------------
 
     def log(
-        self, name: str, kind: str | None = None, *, damaged: builtins.list[Corrupt] | None = None
+        self, name: str, kind: str | None = None, *, damaged: builtins.list[ZgError] | None = None
     ) -> builtins.list[LogEntry]:
         """The moves of a ref, newest first; one that was logged and then never took place is left out.
 
@@ -223,11 +224,11 @@ class Refs:
         """
         return [*self.history(name, kind, damaged=damaged).entries]
 
-    def history(self, name: str, kind: str | None = None, *, damaged: builtins.list[Corrupt] | None = None) -> History:
+    def history(self, name: str, kind: str | None = None, *, damaged: builtins.list[ZgError] | None = None) -> History:
         """The same, and where its parts do not follow each other. Raises as ``log``."""
         for each in (kind,) if kind else KINDS:
             while (now := self.get(name, each)) is not None:
-                numbers, torn = self._numbers(name, each), builtins.list[Corrupt]()
+                numbers, torn = self._numbers(name, each), builtins.list[ZgError]()
                 entries = self._entries(name, each, damaged=torn)
                 if now == self.get(name, each):  # else it moved meanwhile, and its log may tell of more than one move
                     if torn and damaged is None:
@@ -338,18 +339,23 @@ class Refs:
         return sorted(map(int, filter(_ENTRY.fullmatch, found)), reverse=True)
 
     def _entries(
-        self, name: str, kind: str, *, damaged: builtins.list[Corrupt] | None = None
+        self, name: str, kind: str, *, damaged: builtins.list[ZgError] | None = None
     ) -> builtins.list[LogEntry]:
         """All that was logged for a name, newest first."""
         return [*self._read_entries(name, kind, damaged=damaged)]
 
     def _read_entries(
-        self, name: str, kind: str, *, damaged: builtins.list[Corrupt] | None = None
+        self, name: str, kind: str, *, damaged: builtins.list[ZgError] | None = None
     ) -> Iterator[LogEntry]:
         parts = ("reflog", KINDS[kind], *name.split("/"))
         for number in self._numbers(name, kind):
             path = self.root.joinpath(*parts, f"{number:012d}")
-            with _collected(damaged), contextlib.suppress(FileNotFoundError), directory(self.root, *parts) as handle:
+            with (
+                _collected(damaged),
+                contextlib.suppress(FileNotFoundError),
+                faults(f"reading {path}", but_absence=True),
+                directory(self.root, *parts) as handle,
+            ):
                 body = read_all(handle, path.name, path, limit_bytes=MAX_FILE_BYTES)
                 time_seconds = os.stat(path.name, dir_fd=handle).st_mtime
                 yield _parse_entry(path, body, time_seconds)
@@ -362,7 +368,7 @@ class Refs:
 
     # -- holds -----------------------------------------------------------------------------------------------------
 
-    def holds(self, *, damaged: builtins.list[Corrupt] | None = None) -> builtins.list[Hold]:
+    def holds(self, *, damaged: builtins.list[ZgError] | None = None) -> builtins.list[Hold]:
         """All holds by name.
 
         Args:
@@ -380,9 +386,11 @@ class Refs:
         return found
 
     def get_hold(self, name: str) -> Hold | None:
-        """One hold; None if there is none of that name."""
-        with contextlib.suppress(Invalid, FileNotFoundError):
-            text = self._files.read(_HOLDS, check_name(name, "hold"))
+        """One hold; None if there is none of that name. Raises as ``get``."""
+        if not is_name(name):
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            text = self._files.read(_HOLDS, name)
             if text is not None:
                 first, _, reason = text.partition("\n")
                 path = self.root / "holds" / name
@@ -422,11 +430,11 @@ class Refs:
 
 
 @contextlib.contextmanager
-def _collected(damaged: builtins.list[Corrupt] | None) -> Iterator[None]:
-    """Put what is corrupt into the list, if there is one, and go on."""
+def _collected(damaged: builtins.list[ZgError] | None) -> Iterator[None]:
+    """Put what is corrupt or cannot be read into the list, if there is one, and go on."""
     try:
         yield
-    except Corrupt as error:
+    except (Corrupt, Invalid, Transient) as error:
         if damaged is None:
             raise
         damaged.append(error)

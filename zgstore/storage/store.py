@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from zgstore.errors import Corrupt, Invalid, Missing, NoSpace, NotFound
+from zgstore.errors import Corrupt, Invalid, Missing, NoSpace, NotFound, ZgError
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_prefix
 from zgstore.format.fields import all_digests
 from zgstore.format.manifest import Record, Snapshot
@@ -287,7 +287,7 @@ class Store:
 
         What is torn among the refs hides no record that is not, and is left to ``verify`` to name.
         """
-        found, torn = [], list[Corrupt]()
+        found, torn = [], list[ZgError]()
         for ref in self.refs.list(damaged=torn):
             with contextlib.suppress(NotFound):  # removed since it was listed
                 for entry in self.refs.log(ref.name, ref.kind, damaged=torn):

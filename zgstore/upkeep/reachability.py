@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from zgstore.errors import Corrupt, Missing, NotFound
+from zgstore.errors import Corrupt, Missing, NotFound, ZgError
 from zgstore.format import canonical
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_of
 from zgstore.format.fields import all_digests, pack_u64, raw_digests
@@ -86,12 +86,12 @@ class Roots:
     leased: tuple[tuple[str, bytes], ...]
 
 
-def log_of(store: Store, ref: Ref, *, damaged: list[Corrupt] | None = None) -> list[LogEntry]:
+def log_of(store: Store, ref: Ref, *, damaged: list[ZgError] | None = None) -> list[LogEntry]:
     """A listed ref's log; nothing if it was removed since: removing one waits for nobody."""
     return [*history_of(store, ref, damaged=damaged).entries]
 
 
-def history_of(store: Store, ref: Ref, *, damaged: list[Corrupt] | None = None) -> History:
+def history_of(store: Store, ref: Ref, *, damaged: list[ZgError] | None = None) -> History:
     """The same, and where it does not follow."""
     try:
         return store.refs.history(ref.name, ref.kind, damaged=damaged)

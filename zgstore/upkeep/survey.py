@@ -137,7 +137,7 @@ class Survey:
         self._names.setdefault(digest, []).append(digest.short if isinstance(rev, Digest) else rev)
 
     def _name_all(self) -> None:
-        torn: list[Corrupt] = []
+        torn: list[ZgError] = []
         now, retention = self.store.now(), Retention()
         for ref in self.store.refs.list(damaged=torn):
             self._names.setdefault(ref.snapshot, []).append(ref.name)
@@ -165,8 +165,11 @@ class Survey:
         for name, at, entry in lost_entries(self.store, retention=retention, now=now):
             self._names.setdefault(entry.new, []).append(f"{name}@{{{at}}}")
 
-    def _torn(self, error: Corrupt) -> None:
+    def _torn(self, error: ZgError) -> None:
         """A file that should hold a digest: a ref is set again from its reflog, others hurt nothing by going."""
+        if not isinstance(error, Corrupt):
+            self.faults.append(Fault("unreadable", None, self.store.path, error.message, error.hint))
+            return
         path = self.store.path / error.path
         top, *rest = path.relative_to(self.store.path).parts
         hint = f"remove {path}: what it named is named elsewhere, or not at all"
