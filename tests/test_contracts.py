@@ -20,7 +20,7 @@ DOORS = {
     "blake3": "zgstore/format/digest.py",
     "msgpack": "zgstore/format/canonical.py",
     "lmdb": "zgstore/storage/index.py",
-    "tomllib": "zgstore/format/toml.py",
+    "tomllib": "zgstore/format/foreign.py",
     "zipfile": "zgstore/upkeep/torcharchive.py",
     "typer": "zgstore/cli/",
     "click": "zgstore/cli/",

@@ -337,9 +337,3 @@ def test_int8_blobs_come_back_as_the_columns_dtype(lengths):
 def test_offsets_of_no_rows_are_one_zero():
     assert offsets_of(torch.tensor([], dtype=torch.int64)).tolist() == [0]
     assert lay_out({"data": ("F32", (0,)), "offsets": ("I64", (1,))}).file_size == 4104
-
-
-@given(st.binary(max_size=5000))
-def test_arbitrary_bytes_are_no_blob(body):
-    with pytest.raises(Corrupt):
-        decode(body, column("F32", (2,)))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from zgstore.errors import Invalid, NotFound
-from zgstore.format import toml
+from zgstore.format import foreign
 from zgstore.format.digest import Digest
 from zgstore.storage.store import Store
 
@@ -55,7 +55,7 @@ def read(path: Path) -> dict[str, Locked]:
         Invalid: if the file is not TOML or a section is not one of ours.
     """
     try:
-        value = toml.parse(Path(path).read_bytes())
+        value = foreign.parse_toml(Path(path).read_bytes())
     except FileNotFoundError as error:
         raise NotFound(f"there is no lock file {path}", hint=f"`zgstore lock NAME --file {path}` writes one") from error
     except ValueError as error:

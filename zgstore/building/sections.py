@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from zgstore.errors import Invalid
-from zgstore.format import canonical, toml
+from zgstore.format import canonical, foreign
 
 # What TOML calls them.
 _KINDS: Final = {
@@ -210,7 +210,7 @@ class Section:
             Invalid: if it is not there, or not TOML.
         """
         try:
-            return toml.parse(path.read_bytes())
+            return foreign.parse_toml(path.read_bytes())
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise Invalid(f"there is no {kind} {path}", hint=hint) from error
         except ValueError as error:
@@ -220,7 +220,7 @@ class Section:
     def literal(text: str) -> Any:
         """A value as TOML writes it; where it is none, the text itself."""
         try:
-            (value,) = toml.parse(f"value = {text}").values()
+            (value,) = foreign.parse_toml(f"value = {text}").values()
         except ValueError:
             return text.strip()
         return value
@@ -229,7 +229,7 @@ class Section:
     def override(value: dict[str, Any], key: str, replacement: Any) -> None:
         """Set a dotted key, quoted where a name has dots as in TOML, making the tables that it goes through."""
         try:
-            place: Any = toml.parse(f"{key} = 0")
+            place: Any = foreign.parse_toml(f"{key} = 0")
             ((part, rest),) = place.items()  # a comment is none, and a line break may be two
         except ValueError as error:
             raise Invalid(

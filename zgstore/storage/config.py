@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from zgstore.errors import Corrupt, Invalid, NotFound
-from zgstore.format import toml
+from zgstore.format import foreign
 from zgstore.format.fields import FORMAT
 from zgstore.format.manifest import check_features
 from zgstore.storage.files import create, directory, faults, make_directory, read_all, write_file
@@ -77,7 +77,7 @@ def read_config(root: Path) -> Config:
         hint = "ask whoever owns it; `zgstore init --policy group` makes stores that a group shares"
         raise NotFound(f"the store at {root} cannot be opened: {error.strerror}", hint=hint) from error
     try:
-        value = toml.parse(text)
+        value = foreign.parse_toml(text)
     except ValueError as error:
         raise _bad(root, str(error)) from error
     number, requires = value.get("format"), value.get("requires", [])

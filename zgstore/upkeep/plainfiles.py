@@ -6,7 +6,6 @@ The only importer of safetensors: files that others wrote are laid out in ways t
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from zgstore.errors import Corrupt, Invalid, Missing
 from zgstore.format.digest import Digest, Hasher, digest_of
+from zgstore.format.foreign import parse_json
 from zgstore.format.manifest import Column
 from zgstore.format.tensorfile import TORCH_OF, decode
 from zgstore.storage.files import directory, fault, open_regular, read_all
@@ -257,8 +257,8 @@ def _exported(root: Path) -> Table:
     try:
         with directory(root) as folder:
             body = read_all(folder, MANIFEST, root / MANIFEST, limit_bytes=MAX_MANIFEST_BYTES)
-        manifest = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        manifest = parse_json(body)
+    except ValueError as error:
         raise Invalid(f"{root / MANIFEST} is no JSON: {error}", hint=_AGAIN) from error
     except OSError as error:
         raise fault(error, f"reading {root / MANIFEST}") from error

@@ -8,7 +8,6 @@ embedding's state first) and ``context`` (a dict of tensors).
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from zgstore.errors import Corrupt, Invalid, Missing, Partial, ZgError
 from zgstore.format.digest import Digest, digest_of
+from zgstore.format.foreign import parse_json
 from zgstore.format.tensorfile import dtype_name
 from zgstore.storage.files import directory, fault, open_regular, read_all
 from zgstore.upkeep import torcharchive
@@ -191,8 +191,8 @@ def _corrupt(root: Path, name: str, expected: str, actual: str) -> Corrupt:
 
 def _json(body: bytes, name: str) -> dict[str, Any]:
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(body)
+    except ValueError as error:
         raise Invalid(f"{name} is no JSON: {error}", hint=_AGAIN) from error
     if not isinstance(value, dict):
         raise Invalid(f"{name} holds no object", hint=_AGAIN)
