@@ -99,6 +99,17 @@ def test_records_that_lie_in_each_other_are_refused():
             torcharchive.load(io.BytesIO(body))
 
 
+@pytest.mark.parametrize(("field", "by"), [(48, 100), (42, 1 << 31)])
+def test_records_that_begin_before_or_behind_it_are_refused(tmp_path, field, by):
+    body = bytearray(saved({"x": torch.zeros(4)}).getvalue())
+    end = body.rindex(b"PK\x06\x06")  # says where the list of entries begins: that moves them all
+    at = (end if field == 48 else body.rindex(b"PK\x01\x02", 0, end)) + field
+    body[at : at + 4] = (int.from_bytes(body[at : at + 4], "little") + by).to_bytes(4, "little")
+    (tmp_path / "x").write_bytes(body)
+    with (tmp_path / "x").open("rb") as file, pytest.raises(torcharchive.Unlike, match="not in it"):
+        torcharchive.load(file)
+
+
 CHANGES = {
     "no description": lambda name, body: None if name == "data.pkl" else body,
     "no storage": lambda name, body: None if name == "data/0" else body,

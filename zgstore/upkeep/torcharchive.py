@@ -105,6 +105,8 @@ def _records(file: BinaryIO) -> _Records:
             raise Unlike(f"its record {name!r:.80} is compressed")
         if name in places or folder != entries[0].filename.partition("/")[0]:
             raise Unlike(f"its record {name!r:.80} is there twice")
+        if not 0 <= entry.header_offset <= whole - _LOCAL.size:
+            raise Unlike(f"its record {name!r:.80} is not in it")
         file.seek(entry.header_offset)
         signature, name_bytes, extra_bytes = _LOCAL.unpack(file.read(_LOCAL.size))
         if signature != b"PK\x03\x04":
