@@ -20,6 +20,7 @@ from zgstore.reading.sampler import Sampler
 from zgstore.storage.leases import Leases
 from zgstore.storage.memos import Memos
 from zgstore.storage.store import Store
+from zgstore.upkeep import collector
 
 
 def test_a_snapshot_is_found_by_ref_digest_prefix_and_lock(dense_store, tmp_path):
@@ -174,6 +175,20 @@ def test_a_follower_takes_up_no_shard_that_its_lease_does_not_name(growing, monk
         (lease,) = [lease for lease in growing.store.leases.all() if lease.purpose == "follow"]
         assert all(blob.digest.raw in lease.digests for shard in growing.shards for blob in shard.blobs)
     growing.end()
+
+
+def test_a_follower_that_slept_keeps_all_that_it_has_when_it_wakes(growing):
+    rows = growing.rows["h.0"]
+    growing.shard(0, 4)
+    with follow(growing.store, growing.uuid, columns=["h.0"]) as reader:
+        (lease,) = [lease for lease in growing.store.leases.all() if lease.purpose == "follow"]
+        growing.store.leases.remove(lease.uuid)  # as a collector elsewhere does an hour after its last refresh
+        growing.shard(4, 8)
+        assert reader.refresh() == 8
+        growing.end()
+        collector.collect(growing.store, now=True)
+        assert torch.equal(reader.batch([7, 1])["h.0"], torch.stack([rows[7], rows[1]]))
+    assert growing.store.leases.all() == []
 
 
 def test_a_follower_that_waits_parses_only_what_has_grown(growing, monkeypatch):

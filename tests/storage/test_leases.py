@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import gc
 import os
@@ -8,9 +9,10 @@ import time
 
 import pytest
 
-from zgstore.errors import Invalid
+from zgstore.errors import Invalid, NoSpace
 from zgstore.format.digest import digest_of
 from zgstore.storage import leases as leases_module
+from zgstore.storage import locks
 from zgstore.storage.leases import HEAD_BYTES
 
 A, B = digest_of(None, b"a"), digest_of(None, b"b")
@@ -155,16 +157,50 @@ def test_a_lease_is_refreshed_while_it_is_held(leases, monkeypatch):
         assert path.stat().st_mtime > 1
 
 
-def test_a_holder_notices_that_its_lease_was_taken(leases):
+def test_a_holder_notices_that_its_lease_was_taken_and_says_again_what_it_named(leases):
     with leases.take("build") as lease:
-        assert lease.linked()
+        lease.add([A])
+        assert leases.see_linked(lease)
+        before = leases.all()
         leases.remove(lease.uuid)
         assert not lease.linked()
-        with leases.take("build", uuid=lease.uuid) as another:
-            assert not lease.linked()
-            assert another.linked()
-            lease.close()
-            assert another.linked()  # closing the old one takes nothing from the new
+        with leases.store_lock(exclusive=False):
+            assert not leases.see_linked(lease)
+        assert lease.linked()
+        (after,) = leases.all()
+        assert (after.uuid, after.start, after.digests) == (lease.uuid, before[0].start, A.raw)
+        assert not locks_free(leases, lease.uuid)
+        lease.add([B])
+        assert leases.all()[0].digests == A.raw + B.raw
+    assert leases.all() == []
+
+
+def locks_free(leases, uuid):
+    with (leases.root / "leases" / uuid).open("rb") as file:
+        return locks.try_lock(file.fileno(), exclusive=False)
+
+
+def test_a_reader_that_slept_names_all_of_it_again(leases):
+    with leases.take("follow") as lease:
+        leases.name(lease, [A])
+        leases.remove(lease.uuid)
+        leases.name(lease, [B])
+        assert leases.all()[0].digests == A.raw + B.raw
+
+
+def test_what_is_named_after_a_write_that_a_full_disk_cut_short_is_read(leases, monkeypatch):
+    def cut_short(handle, data):
+        os.write(handle, bytes(data)[:40])
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with leases.take("follow") as lease:
+        lease.add([A])
+        with monkeypatch.context() as full:
+            full.setattr(leases_module, "write_all", cut_short)
+            with pytest.raises(NoSpace):
+                lease.add([B, A])
+        lease.add([B])
+        assert leases.all()[0].digests == A.raw + B.raw
 
 
 def test_a_forked_child_holds_nothing_and_takes_nothing(leases):

@@ -11,13 +11,14 @@ import pytest
 from tests.faults.disks import fill, free_bytes, small_disk
 from tests.upkeep.bare_stores import (
     files_in,
+    keep,
     objects_in,
     publish,
     put_action,
     write_shards,
 )
 from zgstore.errors import Busy, Corrupt, Missing, Refused
-from zgstore.format.digest import Digest
+from zgstore.format.digest import Digest, digest_of
 from zgstore.format.pages import RowsRoot
 from zgstore.storage import leases, partials
 from zgstore.storage.store import Store
@@ -305,6 +306,20 @@ def test_a_snapshot_born_without_a_ref_between_plan_and_deed_keeps_its_old_blobs
     assert blobs | {born[0].hex} <= objects_in(store)
 
 
+def test_a_snapshot_born_within_the_tick_of_the_last_look_is_seen_all_the_same(store):
+    publish(store, "main", [1])
+    store.refs.remove("main", "head")
+    planned = collector.plan(store, now=True)
+    recheck = collector._Recheck(store, planned)
+    items = [(item.family, item.digest) for item in planned.trash]
+    assert recheck.loose(items) == set(items)
+    stamps = {folder: folder.stat().st_mtime_ns for folder in (store.path / "meta").iterdir()}
+    publish(store, None, [1], leaf_shards=1, record=False, masked=[0])
+    for folder, stamp in stamps.items():
+        os.utime(folder, ns=(stamp, stamp))
+    assert not [item for item in recheck.loose(items) if item[0] == "objects"]
+
+
 def test_a_young_snapshot_without_a_ref_keeps_its_old_blobs(store, later):
     publish(store, "main", [1])
     blobs = {raw.hex() for raw in store.objects.names("objects")}
@@ -464,6 +479,26 @@ def test_a_holder_that_turns_out_to_live_keeps_what_it_has_in_tmp(store, monkeyp
         assert report.leftovers.objects == 0
         assert (store.path / "leases" / session.uuid).exists()
         assert (store.path / "tmp" / session.uuid / draft.name).exists()
+
+
+def test_a_holder_that_wakes_while_its_folder_is_swept_has_another(store, monkeypatch):
+    with store.writing("build") as session:
+        session.draft().write(b"lost")
+        swept = store.objects.remove_aside
+
+        def wakes_first(name):
+            asleep.undo()
+            assert session.reserve([digest_of(None, b"needed")]) == [False]
+            assert (store.path / "tmp" / session.uuid).is_dir()
+            swept(name)
+
+        with monkeypatch.context() as asleep:
+            asleep.setattr(leases, "_alive", lambda *_, **__: False)
+            asleep.setattr(store.objects, "remove_aside", wakes_first)
+            report = collector.collect(store)
+        assert report.leftovers.objects == 2
+        assert keep(session, b"found").size == 5
+        assert os.listdir(store.path / "tmp") == [session.uuid]  # noqa: PTH208
 
 
 def test_it_refuses_where_locks_do_not_work_unless_this_host_owns_the_store(store, monkeypatch):

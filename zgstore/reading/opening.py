@@ -203,7 +203,8 @@ def _planned(
     for attempt in range(_TRIES):
         digest = rev if isinstance(rev, Digest) else store.resolve(rev)
         try:
-            _name(store, lease, [digest])
+            if lease is not None:
+                store.leases.name(lease, [digest])
             wanted, names, absent = _columns(store, digest, columns)
             return store.read_plan(digest, names), wanted, absent
         except Missing:
@@ -230,19 +231,12 @@ def _leased_build_plan(
 ) -> tuple[ReadPlan, bool]:
     """The same order for a growing build: what is new of it is named, then seen to be there, and no more taken up."""
     grown = store.memos.build(build)
-    if grown is not None:
+    if grown is not None and lease is not None:
         digests = [blob.digest for shard in grown.shards[since:] for blob in shard.blobs]
         if not since:
             digests += [Constant.from_value(value).blob for value in grown.head.get("constants") or ()]
-        _name(store, lease, digests if grown.snapshot is None else [*digests, grown.snapshot])
+        store.leases.name(lease, digests if grown.snapshot is None else [*digests, grown.snapshot])
     return store.build_plan(build, names, grown=grown)
-
-
-def _name(store: Store, lease: Lease | None, digests: Sequence[Digest]) -> None:
-    """Name what is used. Under the lock: a collector's batch either sees the name, or is over before we look."""
-    if lease is not None:
-        with store.leases.store_lock(exclusive=False):
-            lease.add(digests)
 
 
 def _closing(store: Store, lease: Lease | None) -> Closing:

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid as uuids
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -66,10 +66,11 @@ class Lease:
     Forked children close their descriptor and hold nothing.
     """
 
-    def __init__(self, root: Path, uuid: str, handle: int) -> None:
+    def __init__(self, root: Path, uuid: str, handle: int, head: bytes) -> None:
         self.uuid = uuid
         self._root = root
         self._handle = handle
+        self._content = bytearray(head)  # what its file says
         self._pid = os.getpid()
         stop = threading.Event()
         self._give_back = weakref.finalize(self, _give_back, root, uuid, handle, self._pid, stop)
@@ -88,19 +89,31 @@ class Lease:
             Invalid: if these are more than a lease can name.
         """
         self._check_owner()
+        if len(self._content) + len(joined) > MAX_LEASE_BYTES:
+            raise Invalid(
+                f"one lease names at most {MAX_LEASE_BYTES // DIGEST_BYTES} objects",
+                hint="work in several parts: by columns, or with `--worker I/N`",
+            )
         with faults(f"writing the lease {self.uuid}"):
-            if os.fstat(self._handle).st_size + len(joined) > MAX_LEASE_BYTES:
-                raise Invalid(
-                    f"one lease names at most {MAX_LEASE_BYTES // DIGEST_BYTES} objects",
-                    hint="work in several parts: by columns, or with `--worker I/N`",
-                )
-            write_all(self._handle, joined)
+            try:
+                write_all(self._handle, joined)
+            except OSError:
+                # A full disk may end a write within a digest, and what is named later must begin where one does.
+                os.ftruncate(self._handle, len(self._content))
+                raise
+        self._content += joined
 
     def linked(self) -> bool:
         """Whether the lease's file is still the one we hold: if not, a collector took us for dead."""
         self._check_owner()
         with faults("looking at a lease"):
             return _is_linked(self._root, self.uuid, self._handle)
+
+    def restore(self, fresh: int) -> None:
+        """Say in a new file, of its name, what the old one said, and hold that one from now on."""
+        self._check_owner()
+        write_all(fresh, bytes(self._content))
+        os.dup2(fresh, self._handle, inheritable=False)
 
     def refresh(self) -> None:
         """Say that the holder lives."""
@@ -176,19 +189,25 @@ class Leases:
         self._file_mode = file_mode
         self._dir_mode = dir_mode
 
-    def take(self, purpose: str, *, ttl_seconds: int = TTL_SECONDS, uuid: str | None = None) -> Lease:
+    def take(self, purpose: str, *, ttl_seconds: int = TTL_SECONDS) -> Lease:
         """Take a lease.
 
         Args:
             purpose: What for, in a word: ``build``, ``read``, ``copy``.
             ttl_seconds: How long other hosts believe in it after a refresh.
-            uuid: Its name; by default a new one. A holder whose lease was taken takes the next under the same name.
 
         Raises:
             Invalid: if the store cannot be written here.
             NoSpace, Transient: as the disk says.
         """
-        uuid = uuid or str(uuids.uuid4())
+        uuid, head = str(uuids.uuid4()), _head(purpose, ttl_seconds)
+        with self._new_file(uuid) as handle:
+            write_all(handle, head)
+        return Lease(self.root, uuid, handle, head)
+
+    @contextlib.contextmanager
+    def _new_file(self, uuid: str) -> Iterator[int]:
+        """A lease's file, locked, to be written in the block; it stays open, or if that fails is no more."""
         with faults("taking a lease"), directory(self.root, "leases", make=self._dir_mode) as folder:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND
             handle = locks.open_owned(uuid, flags, mode=self._file_mode, dir_fd=folder)
@@ -197,12 +216,32 @@ class Leases:
                 give_up = time.monotonic() + LOOK_SECONDS
                 while not locks.try_lock(handle, exclusive=True) and time.monotonic() < give_up:
                     time.sleep(LOOK_SECONDS / 1000)
-                write_all(handle, _head(purpose, ttl_seconds))
+                yield handle
             except BaseException:
                 os.unlink(uuid, dir_fd=folder)
                 locks.close_owned(handle)
                 raise
-        return Lease(self.root, uuid, handle)
+
+    def see_linked(self, lease: Lease) -> bool:
+        """Whether the lease's file is still there; if not, a collector took its holder for dead, and it is put back.
+
+        The first thing in each step of a holder. The caller holds the store lock.
+        """
+        if lease.linked():
+            return True
+        with self._new_file(lease.uuid) as fresh:
+            lease.restore(fresh)
+        locks.close_owned(fresh)
+        return False
+
+    def name(self, lease: Lease, digests: Iterable[Digest]) -> None:
+        """Name what a reader is about to look for.
+
+        Under the store lock: a collector's batch either sees the names, or is over before the reader looks.
+        """
+        with self.store_lock(exclusive=False):
+            self.see_linked(lease)
+            lease.add(digests)
 
     def try_take(self, purpose: str, *, ttl_seconds: int = TTL_SECONDS) -> Lease | None:
         """Take a lease, or None where the store cannot be written: such a reader has only the grace times."""

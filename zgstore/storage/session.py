@@ -130,12 +130,12 @@ class Session:
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
-        """Hold the store lock shared, and see that the lease is still linked; if not, take one and reserve again."""
+        """Hold the store lock shared, and see that the lease is still linked; if not, take it and reserve again."""
         if self._pid != os.getpid():
             raise Invalid("this session belongs to the process that this one was forked from", hint="open another")
         with self._mutex, self.store.leases.store_lock(exclusive=False):
-            if not self._lease.linked():
-                self._take_again()
+            if not self.store.leases.see_linked(self._lease):
+                self._look_again()
             yield
 
     def _name(self, raws: Iterable[bytes], family: str) -> None:
@@ -144,17 +144,20 @@ class Session:
         self._lease.add_raw(b"".join(fresh))
         reserved.update(fresh)
 
-    def _take_again(self) -> None:
-        """A collector took us for dead: everything that was reserved is reserved again, under the same name."""
-        self._lease.close()
-        self._lease = self.store.leases.take(self.purpose, uuid=self.uuid)
+    def _look_again(self) -> None:
+        """A collector took us for dead: what the lease names again is looked for again."""
         for family, raws in self._reserved.items():
-            self._lease.add_raw(b"".join(raws))
             self._bring_back(list(raws), family)
-        if os.fstat(self._folder).st_nlink == 0:  # swept away as a leftover, and drafts with it
+        if not self._has_folder():  # swept away as a leftover, and drafts with it
             fresh = self._open_folder()
             os.dup2(fresh, self._folder, inheritable=False)
             os.close(fresh)
+
+    def _has_folder(self) -> bool:
+        """Whether the folder that is held is the one in ``tmp/``: another may be on its way out of there."""
+        with contextlib.suppress(FileNotFoundError), directory(self.store.path, "tmp", self.uuid) as folder:
+            return os.path.sameopenfile(folder, self._folder)
+        return False
 
     def _bring_back(self, raws: Sequence[bytes], family: str) -> list[bytes]:
         """Restore from the trash what is not there; what is not there either."""

@@ -333,9 +333,7 @@ class Store:
         lease = self.leases.try_take(purpose)
         try:
             if lease is not None:
-                # A collector's batch either sees the name, or is over before we look.
-                with self.leases.store_lock(exclusive=False):
-                    lease.add([digest])
+                self.leases.name(lease, [digest])
             if self.objects.stat(digest, "meta") is None:
                 raise self.objects.missing(digest, "meta")
             yield lease

@@ -123,6 +123,15 @@ class Trash:
                     moved.append(item)
         return moved
 
+    def folder_aside(self, name: str, folder_name: str) -> None:
+        """Rename ``tmp/NAME`` to ``tmp/FOLDER_NAME``, which is not there; one that is gone is no fault."""
+        with (
+            faults(f"setting tmp/{name} aside"),
+            directory(self.root, "tmp") as tmp,
+            contextlib.suppress(FileNotFoundError),
+        ):
+            os.rename(name, folder_name, src_dir_fd=tmp, dst_dir_fd=tmp)
+
     def remove_aside(self, folder_name: str) -> None:
         """Unlink what ``all_aside`` set there, or a leftover of ``tmp/``; takes milliseconds a file: hold no lock."""
         with faults(f"removing tmp/{folder_name}"), directory(self.root, "tmp") as tmp:

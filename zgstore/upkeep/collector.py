@@ -24,7 +24,7 @@ from zgstore.storage.names import names_in
 from zgstore.storage.objects import FAMILIES, PREFIXES, Trashed
 from zgstore.storage.store import Store
 from zgstore.upkeep.digestsets import DigestSet
-from zgstore.upkeep.gcplan import Candidate, Count, GcPlan, expired, plan
+from zgstore.upkeep.gcplan import Candidate, Count, GcPlan, Leftover, expired, plan
 from zgstore.upkeep.reachability import Reach, read_any, roots
 
 __all__ = ["GcPlan", "GcReport", "collect", "plan"]
@@ -32,6 +32,8 @@ __all__ = ["GcPlan", "GcReport", "collect", "plan"]
 # So many renames keep the lock for a few milliseconds.
 BATCH: Final = 256
 NOTHING: Final = Count()
+# Within so long two changes of a folder may have one stamp, whatever the file system.
+SETTLED_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,7 @@ class _Collection:
         self.done = Done()
         self.recheck = _Recheck(store, planned)
         self.epoch = str(int(planned.rules.now))
+        self.aside = f"gc-{uuid.uuid4()}"  # in tmp/: on its way out
 
     def run(self) -> Done:
         """What frees space comes first: on a full disk the rest may need it."""
@@ -191,17 +194,11 @@ class _Collection:
                     self.store.refs.forget(name, kind, through=entry.number)
 
     def _remove_leftovers(self) -> None:
-        living: set[str] = set()
-        for leftover in self.planned.leftovers:  # a holder's lease comes before what it has in tmp/ and builds/
-            if leftover.kind == "lease" and not self._bury(leftover.name):
-                living.add(leftover.name)
-            if leftover.about is not None or leftover.name in living:
-                continue
-            if leftover.kind == "tmp":
-                self.store.objects.remove_aside(leftover.name)
-            elif leftover.kind == "builds":
-                self.store.memos.remove_build(leftover.name)
-            self.done.leftovers += Count(1, leftover.size)
+        for leftover in self.planned.leftovers:
+            if leftover.about is None and self._bury(leftover):
+                if leftover.kind == "tmp":
+                    self.store.objects.remove_aside(self.aside)
+                self.done.leftovers += Count(1, leftover.size)
 
     def _remove_memos(self) -> None:
         """Last, and only of what is gone in the end: a re-check may have kept it."""
@@ -217,23 +214,30 @@ class _Collection:
                     partials.clear(self.store.path, digest)
                 self.done.leftovers += Count(1, leftover.size)
 
-    def _bury(self, lease: str) -> bool:
-        """Remove a dead lease, unless its holder turns out to live."""
+    def _bury(self, leftover: Leftover) -> bool:
+        """Remove what is left of a dead holder, unless it turns out to live.
+
+        Its folder is set aside under the lock: one that wakes then finds that it has none, and makes itself another.
+        """
         with self._alone():
-            alive = {each.uuid for each in self.store.leases.all() if each.alive}
-            if lease not in alive:
-                self.store.leases.remove(lease)
-            return lease not in alive
+            if any(each.alive and each.uuid == leftover.name for each in self.store.leases.all()):
+                return False
+            if leftover.kind == "lease":
+                self.store.leases.remove(leftover.name)
+            elif leftover.kind == "builds":
+                self.store.memos.remove_build(leftover.name)
+            elif leftover.kind == "tmp":
+                self.store.objects.folder_aside(leftover.name, self.aside)
+            return True
 
     # (5) Repeat the re-check per batch, rename aside, unlink outside the lock.
     def _unlink(self, trashed: Sequence[Trashed]) -> None:
-        aside = f"gc-{uuid.uuid4()}"
         for batch in _batches(trashed):
             with self._alone():
                 loose = self.recheck.loose([(item.family, item.digest) for item in batch])
                 due = [item for item in batch if (item.family, item.digest) in loose or self._is_in_place(item)]
-                gone = self.store.objects.all_aside(due, aside)
-            self.store.objects.remove_aside(aside)
+                gone = self.store.objects.all_aside(due, self.aside)
+            self.store.objects.remove_aside(self.aside)
             self.done.freed += Count.of(gone)
 
     def _is_in_place(self, item: Trashed) -> bool:
@@ -316,13 +320,15 @@ class _Recheck:
                     self.since.add(digest, "lease")
 
     def _reach_snapshots_born_since(self) -> None:
+        settled = (self.store.now() - SETTLED_SECONDS) * 1e9
         for folder, seen in self.folders.items():
             changed = 0
             with contextlib.suppress(FileNotFoundError):  # a copy may have lost its empty folders
                 changed = folder.lstat().st_mtime_ns
             if changed == seen:
                 continue
-            self.folders[folder] = changed
+            if changed < settled:  # else more may come under the same stamp
+                self.folders[folder] = changed
             with faults(f"listing {folder}"), directory(folder.parent) as meta:
                 names = b"".join(map(_digest_named, names_in(meta, folder.name)))
             for digest in all_digests(self.marks.meta.without(names)):

@@ -134,9 +134,7 @@ class Verification:
                 lease = self._store.leases.try_take("verify")
                 if lease is not None:
                     stack.callback(lease.close)
-                    # A collector's batch either sees the names, or is over before we look.
-                    with self._store.leases.store_lock(exclusive=False):
-                        lease.add(self._survey.snapshots())
+                    self._store.leases.name(lease, self._survey.snapshots())
             yield
 
     def _examined(self) -> Iterator[Problem]:
