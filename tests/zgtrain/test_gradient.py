@@ -253,6 +253,14 @@ def test_source_and_parameters_are_probed_apart():
     assert all(torch.equal(each, other) for each, other in zip(found, alone, strict=True))
 
 
+def test_a_sharded_block_is_no_one_black_box():
+    block = Small()
+    block.up.weight.full_tensor = lambda: block.up.weight  # as FSDP's parameters are known
+    with pytest.raises(zgstore.Invalid, match="cannot be one black box") as caught:
+        ZerothOrder(spec(), block, forward=plain)
+    assert "PhysicalCore" in caught.value.hint
+
+
 def test_a_block_with_cores_is_digital_but_for_them():
     class Mixed(nn.Module):
         def __init__(self):

@@ -18,6 +18,7 @@ from torch.nn import functional
 import zgstore
 from zgtrain.gradient.blackbox import Asking
 from zgtrain.gradient.cores import asking, physical
+from zgtrain.ranks import is_sharded
 
 NAME: Final = "zgtrain-physical"  # of the attention, in transformers' registry
 _KERNEL: Final = "_attn_implementation"  # what a config calls it, and `set_attn_implementation` of a whole model sets
@@ -81,11 +82,13 @@ def _config(module: nn.Module) -> Any:
 
 @torch.no_grad()
 def _is_gated(module: Any) -> bool:
-    """Whether it has the parts, and their product's bits."""
+    """Whether it has the parts, and their product's bits; of a sharded one, which cannot be run here, the parts."""
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if not all(isinstance(part, nn.Linear) for part in parts) or not callable(getattr(module, "act_fn", None)):
         return False
     weight: Tensor = module.gate_proj.weight
+    if is_sharded(weight):
+        return True
     x = torch.linspace(-1.0, 1.0, weight.shape[1], device=weight.device).to(weight.dtype).view(1, 1, -1)
     return torch.equal(module(x), _gated_product(module, x))
 
