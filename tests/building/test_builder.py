@@ -320,6 +320,49 @@ def test_outputs_and_inputs_are_what_the_recipe_names(tmp_path, store):
     assert snapshot.pins.capture["inputs"] == ["input_ids"]
 
 
+MASKING_HEAD = """
+class Head(nn.Linear):
+    def forward(self, x):
+        logits = super().forward(x)
+        logits[..., 5:] = {what}
+        return logits
+
+
+_plain = teacher
+
+
+def teacher(**args):
+    model = _plain(**args)
+    model.head = Head(8, 32)
+    return model
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "codec", "legal"),
+    [
+        ("float('-inf')", "raw", True), ("float('-inf')", "int8", False), ("float('inf')", "raw", False),
+        ("torch.where(x[..., :1].abs() > 9e9, 0.0, float('nan')).expand(-1, -1, 27)", "raw", False),
+    ],
+)  # fmt: skip
+def test_masked_logits_may_be_minus_infinity_and_nothing_else(tmp_path, store, what, codec, legal):
+    path, _ = make_project(
+        tmp_path / "p", more=MASKING_HEAD.format(what=what), capture='outputs = ["head:out"]',
+        storage=f'batches_per_shard = 2\n[storage.columns."head:out"]\ncodec = "{codec}"',
+    )  # fmt: skip
+    if legal:
+        report = build(store, path)
+        assert dense(store, report.snapshot, "head:out")[..., 5:].isneginf().all()
+        assert build(store, path).snapshot == report.snapshot
+        return
+    with pytest.raises(NonFinite, match="head:out"):
+        build(store, path)
+    with pytest.raises(Invalid, match="no row is left"):
+        build(store, path, on_nonfinite="drop")
+    with pytest.raises(NonFinite, match="head:out"):  # what was kept with it dropped says so too
+        build(store, path)
+
+
 def test_nan_is_an_error_that_names_column_row_and_values_and_binds_nobody(tmp_path, store):
     path, _module = make_project(tmp_path / "p", teacher_args="poison = 15")
     with pytest.raises(NonFinite) as caught:

@@ -269,7 +269,7 @@ class _Build:
             return
         bad = captured.draft.check()
         for wanted in captured.wanted:
-            if wanted.role == "boundary" and wanted.name in bad:
+            if wanted.name in bad:
                 rows, shown = bad[wanted.name]
                 captured.draft.discard()
                 first = captured.shard.first_row

@@ -140,14 +140,13 @@ def _rows(plan: BuildPlan, actions: Sequence[Found], shard: int) -> int:
 
 
 def _masked(plan: BuildPlan, actions: Sequence[Sequence[Found]], shards: Sequence[Shard]) -> dict[int, str]:
-    """Position → reason, of rows where a boundary is not finite."""
+    """Position → reason, of rows where a boundary or an output is not finite."""
     masked: dict[int, str] = {}
     first = 0
     for at, shard in enumerate(shards):
         for wanted, mine in zip(plan.columns, actions, strict=True):
-            if wanted.role == "boundary":
-                for row in mine[at].nonfinite:
-                    masked.setdefault(first + row, f"{wanted.name} is not finite")
+            for row in mine[at].nonfinite:  # of context none is looked for
+                masked.setdefault(first + row, f"{wanted.name} is not finite")
         first += shard.rows
     return masked
 
@@ -158,9 +157,9 @@ def nonfinite_error(masked: Mapping[int, str], *, shown: str = "") -> NonFinite:
     values = f" ({shown})" if shown else ""
     more = f", and {len(rows) - 1} more rows" if len(rows) > 1 else ""
     return NonFinite(
-        f"boundary {masked[rows[0]]} in row {rows[0]}{values}{more}",
-        hint="mend the teacher or the row (a fully masked row gives NaN), store a wider dtype, or leave such rows out "
-        "with --on-nonfinite drop",
+        f"{masked[rows[0]]} in row {rows[0]}{values}{more}",
+        hint="mend the teacher or the row (a fully masked row gives NaN), store a wider dtype, or a masked output "
+        "without int8, or leave such rows out with --on-nonfinite drop",
         rows=rows[:_LISTED_ROWS],
         column=masked[rows[0]].removesuffix(" is not finite"),
     )

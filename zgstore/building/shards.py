@@ -6,6 +6,7 @@ batch. Hashing and writing release the GIL.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -237,7 +238,8 @@ class _Stream:
             )
         rows = len(tensor) if lengths is None else len(lengths)
         if wanted.role != "context":
-            found = stats(tensor, lengths)
+            # int8 has no −inf: what is masked would come back as NaN, and its neighbours with it.
+            found = stats(tensor, lengths, masks=wanted.role == "output" and wanted.codec == "raw")
             if found.nonfinite and not self.shown:
                 self.shown = _first_values(tensor, rows, found.nonfinite[0], lengths)
             self.statistics += found
@@ -331,7 +333,9 @@ def _first_values(tensor: Tensor, rows: int, row: int, lengths: Tensor | None) -
         end = int(lengths[: row + 1].sum())
         values = tensor[end - int(lengths[row]) : end].flatten()
     values = values.to(torch.float32) if values.dtype.itemsize == 1 else values
-    return ", ".join(str(float(value)) for value in values[~torch.isfinite(values)][:_SHOWN_VALUES])
+    odd = values[~torch.isfinite(values)]
+    odd = torch.cat([odd[odd != -math.inf], odd[odd == -math.inf]])  # masks, which may be legal, last
+    return ", ".join(str(float(value)) for value in odd[:_SHOWN_VALUES])
 
 
 def weight_of(tensors: Mapping[str, Any]) -> int:

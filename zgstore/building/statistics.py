@@ -1,7 +1,6 @@
 """What is seen of a boundary's values as they pass: whether they are finite, and how large they are.
 
-Outputs are looked at too; only a boundary must be finite, for an output may hold −inf (a mask in logits). Context is
-data.
+Outputs are looked at too; there −inf is legal where it is kept as it is: a mask in logits. Context is data.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Statistics:
 
     Args:
         rows: How many.
-        nonfinite: Those (ascending, counted from 0) that hold NaN or Inf.
+        nonfinite: Those (ascending, counted from 0) that hold NaN or Inf where numbers were promised.
         count: Finite elements.
         square_sum: Of finite elements.
         low: The least finite element; inf where there is none.
@@ -62,12 +61,13 @@ class Statistics:
         return {"rms": self.rms, "min": self.low, "max": self.high} if self.count else {}
 
 
-def stats(tensor: Tensor, lengths: Tensor | None = None) -> Statistics:
+def stats(tensor: Tensor, lengths: Tensor | None = None, *, masks: bool = False) -> Statistics:
     """Statistics of a chunk.
 
     Args:
         tensor: ``[rows, …]``, or ``[sum of lengths, …]`` with ``lengths``.
         lengths: Integer ``[rows]`` of a ragged chunk.
+        masks: Whether −inf stands for what is masked, and is no fault.
     """
     rows = len(tensor) if lengths is None else len(lengths)
     if not tensor.numel() or not tensor.is_floating_point():
@@ -84,7 +84,7 @@ def stats(tensor: Tensor, lengths: Tensor | None = None) -> Statistics:
                 continue
             low, high = _extremes(piece)
         total += Statistics(0, (), len(piece), _square_sum(piece, max(-low, high)), low, high)
-    nonfinite = _nonfinite_rows(tensor, lengths) if total.count < len(flat) else ()
+    nonfinite = _nonfinite_rows(tensor, lengths, masks=masks) if total.count < len(flat) else ()
     return Statistics(rows, nonfinite, total.count, total.square_sum, total.low, total.high)
 
 
@@ -100,8 +100,11 @@ def _square_sum(piece: Tensor, largest: float) -> float:
     return float(np.einsum("i,i->", values, values))
 
 
-def _nonfinite_rows(tensor: Tensor, lengths: Tensor | None) -> tuple[int, ...]:
-    bad = ~torch.isfinite(tensor).reshape(len(tensor), -1).all(1)
+def _nonfinite_rows(tensor: Tensor, lengths: Tensor | None, *, masks: bool) -> tuple[int, ...]:
+    right = torch.isfinite(tensor)
+    if masks:
+        right |= (tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor) == -math.inf
+    bad = ~right.reshape(len(tensor), -1).all(1)
     if lengths is None:
         return tuple(torch.nonzero(bad).flatten().tolist())
     bounds = offsets_of(lengths.cpu()).tolist()

@@ -74,7 +74,7 @@ def writer(
             taken of the rows.
         cut: Batches for each shard. Memory holds one shard.
         codecs: Column → ``raw`` or ``int8``.
-        on_nonfinite: ``error``, or ``drop``: mask rows whose boundaries are not finite.
+        on_nonfinite: ``error``, or ``drop``: mask rows whose boundaries or outputs are not finite.
 
     Raises:
         Invalid: if a pin is missing.
@@ -283,7 +283,7 @@ class Writer:
         drafts = [ShardDraft(session, [one], rows=None, lengths=None) for one in wanted]
         try:
             stored = _in_parallel(lambda draft: _fill(draft, batches), drafts)
-            self._refuse(wanted, drafts, rows=self._rows())
+            self._refuse(drafts, rows=self._rows())
             stored = _in_parallel(lambda draft: draft.keep()[0], drafts)
         except BaseException:
             for draft in drafts:
@@ -306,13 +306,12 @@ class Writer:
             self._remember(shard)
         self._shards.append(shard)
 
-    def _refuse(self, wanted: Sequence[Wanted], drafts: Sequence[ShardDraft], *, rows: int) -> None:
+    def _refuse(self, drafts: Sequence[ShardDraft], *, rows: int) -> None:
         if self._on_nonfinite == "drop":
             return
-        for one, draft in zip(wanted, drafts, strict=True):
+        for draft in drafts:
             for name, (bad, shown) in draft.check().items():
-                if one.role == "boundary":
-                    raise nonfinite_error({rows + row: f"{name} is not finite" for row in bad}, shown=shown)
+                raise nonfinite_error({rows + row: f"{name} is not finite" for row in bad}, shown=shown)
 
     def _wanted(self, batch: SampleBatch) -> list[Wanted]:
         listed: list[tuple[str, str, int | None]] = [(name, "boundary", at) for at, name in enumerate(batch.columns)]
