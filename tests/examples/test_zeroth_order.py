@@ -37,7 +37,7 @@ def test_one_command_goes_from_the_teacher_to_the_table(tmp_path):
     assert ran.returncode == 0, ran.stdout + ran.stderr
     results = tmp_path / ".zeroth" / "results"
     found = {name: json.loads((results / f"{name}.json").read_text()) for name in ("backprop", "n4", "n16", "n64")}
-    cores = 3 * 2  # of three layers
+    cores = 2 * 2  # of two layers
     assert [each["queries"] for each in found.values()] == [4 * cores * 2 * probes for probes in (0, 4, 16, 64)]
     assert found["backprop"]["cosine"] == pytest.approx(1.0)
     assert 0 < found["n4"]["cosine"] < found["n16"]["cosine"] < found["n64"]["cosine"] < 1

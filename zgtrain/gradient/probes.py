@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -140,13 +141,9 @@ def _words(k: Tensor, key: Key, rows: Rows, calls: int) -> tuple[Tensor, Tensor,
     """Four words of each call: ``[…, R, calls]``; some rows at a time, for the rounds' numbers to stay in a cache."""
     several = max(1, _CALLS_AT_ONCE // (calls * len(k)))
     k = k.expand(-1, rows.count, 1)
-    salt = torch.full_like(k, _VALUES)
-    parts = [
-        philox((rows.span(calls), numbers, some, salted), key)
-        for numbers, some, salted in zip(
-            _row_numbers(rows).split(several), k.split(several, dim=1), salt.split(several, dim=1), strict=True
-        )
-    ]
+    split = partial(torch.split, split_size_or_sections=several)
+    pieces = zip(split(_row_numbers(rows)), split(k, dim=1), split(torch.full_like(k, _VALUES), dim=1), strict=True)
+    parts = [philox((rows.span(calls), *piece), key) for piece in pieces]
     a, b, c, d = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
     return a, b, c, d
 
