@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import resource
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tests.faults.hostile import BOUND_BYTES, begin_peak, peak_bytes
@@ -52,11 +50,16 @@ class Target:
 
     def __call__(self, body: bytes) -> None:
         """Hold the rule."""
-        with _in_time(), _in_space() if self.tight else _in_memory():
-            try:
-                self.rule(body)
-            except self.refusals as error:
-                see_refusal(error)
+        base = 0 if self.tight else begin_peak()
+        _begin(tight=self.tight)
+        try:
+            self.rule(body)
+        except self.refusals as error:
+            see_refusal(error)
+        finally:
+            _end()
+        taken = 0 if self.tight else peak_bytes() - base
+        require(taken <= BOUND_BYTES, f"{taken >> 20} MiB of memory")
 
 
 def see_refusal(error: ZgError) -> None:
@@ -79,34 +82,21 @@ def _too_slow(*_: Any) -> None:
     raise TooSlow(f"over {SECONDS} s of processor time")
 
 
-@contextlib.contextmanager
-def _in_time() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGPROF, _too_slow)
+_PAGE = resource.getpagesize()
+_SOFT, _HARD = resource.getrlimit(resource.RLIMIT_AS)
+
+
+def _begin(*, tight: bool) -> None:
+    """The clock and, where it is tight, the address space as it is now and the bound."""
+    if tight:
+        status = os.open("/proc/self/statm", os.O_RDONLY)
+        pages = int(os.read(status, 32).split()[0])
+        os.close(status)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * _PAGE + BOUND_BYTES, _HARD))
+    signal.signal(signal.SIGPROF, _too_slow)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
 
 
-@contextlib.contextmanager
-def _in_space() -> Iterator[None]:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + BOUND_BYTES, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-@contextlib.contextmanager
-def _in_memory() -> Iterator[None]:
-    base = begin_peak()
-    yield
-    taken = peak_bytes() - base
-    require(taken <= BOUND_BYTES, f"{taken >> 20} MiB of memory")
+def _end() -> None:
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    resource.setrlimit(resource.RLIMIT_AS, (_SOFT, _HARD))

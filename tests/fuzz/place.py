@@ -16,11 +16,23 @@ from zgstore.storage.store import Store
 RENEWED = 200  # what is taken is kept: a store is made anew after so many uses
 
 
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+_beside: list[str] = []  # where a process puts it that another will clean up after
+_uses: dict[str, int] = {}
+
+
+def begin(folder: str) -> None:
+    """Begin again, in that folder: what was there belongs to the process that this one was forked from."""
+    _beside[:] = [folder]
+    _uses.clear()
+    root.cache_clear()
+    _untouched.cache_clear()
+
+
 @functools.cache
 def root() -> Path:
-    """In memory where that can be; gone with the process, or with the folder that TMPDIR names."""
-    memory = "/dev/shm" if "TMPDIR" not in os.environ and os.access("/dev/shm", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="zgfuzz-", dir=memory))
+    """In memory where that can be; gone with the process."""
+    folder = Path(tempfile.mkdtemp(prefix="zgfuzz-", dir=_beside[0] if _beside else MEMORY))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "outside").mkdir()
     (folder / "outside" / "mine").write_text("a letter")
@@ -52,9 +64,6 @@ def empty(*parts: str) -> Path:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     return path
-
-
-_uses: dict[str, int] = {}
 
 
 def store(name: str = "store") -> Store:
