@@ -1,36 +1,79 @@
-"""The protocol of section 8 loses nothing in any interleaving, and each of its promises is needed."""
+"""The protocol of section 8 loses nothing in any interleaving, and what each of its promises is needed for."""
 
-from dataclasses import replace
+import re
+from functools import cache
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
-from tests.properties.gc_model import Protocol, broken_promise, lost, search
+from tests.properties.gc_model import PROMISES, Protocol, all_scenarios, search
+from tests.properties.gc_model.mutations import BOTH_NETS, KINDS, MUTATIONS, tried, tried_for_names
 
-MUTATIONS = {
-    "the re-check is dropped": {"rechecks": False},
-    "reserving comes after looking": {"reserves_first": False},
-    "reservations are dropped": {"reserves": False},
-    "the lease closes before the ref": {"closes_last": False},
-    "tagging does not check": {"tagging_checks": False},
-    "a live holder's lease is taken and the ref step does not notice": {"ref_step_notices": False},
-}
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "gc.md"
+ROW = re.compile(r"\| [^|]+ \| `(?P<promise>\w+)` \| (?P<code>`[^|]+`) \| (?P<where>[^|]+) \| (?P<what>[^|]+) \|")
+SCENARIOS = all_scenarios()
 
 
-@pytest.mark.parametrize("invariant", [lost, broken_promise])
-def test_no_interleaving_of_the_protocol_loses_data_or_breaks_a_promise(invariant):
-    way, states = search(Protocol(), invariant)
-    assert way is None, "\n".join(way or [])
-    assert states > 10_000, "the model has become too small to say anything"
+@cache
+def found_in(name):
+    return search(SCENARIOS[name], Protocol())
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_data_is_lost_when(mutation):
-    way, _ = search(replace(Protocol(), **MUTATIONS[mutation]))
-    assert way is not None
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_no_interleaving_of_the_protocol_violates_anything_in(name):
+    found = found_in(name)
+    print(f"{name}: {found.states} states")
+    assert found.violation is None, "\n".join(found.way)
 
 
-@pytest.mark.parametrize("mutation", [each for each in MUTATIONS if each.startswith(("reserv", "the lease closes"))])
-def test_looking_at_publication_saves_the_refs_but_not_the_work_when(mutation):
-    mutated = replace(Protocol(), publish_looks=True, **MUTATIONS[mutation])
-    assert search(mutated, lost)[0] is None
-    assert search(mutated, broken_promise)[0] is not None
+def test_the_scenarios_are_large_enough_to_say_something():
+    assert sum(found_in(name).states for name in SCENARIOS) > 100_000
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.promise)
+def test_what_comes_of_a_protocol_without(mutation):
+    found = tried(SCENARIOS[mutation.scenario], mutation.promise)
+    kind = found.violation.partition(":")[0] if found.violation else None
+    assert kind == mutation.kind, "\n".join(found.way)
+    assert len(found.way) == (mutation.steps + 2 if kind else 0), "\n".join(found.way)
+
+
+def test_each_promise_has_its_mutation():
+    assert sorted(mutation.promise for mutation in MUTATIONS) == sorted(PROMISES)
+    assert {mutation.kind for mutation in MUTATIONS} == {*KINDS, None}
+
+
+@pytest.mark.parametrize("promise", BOTH_NETS)
+def test_looking_at_publication_saves_the_names_where_a_builder_s_work_is_lost_without(promise):
+    assert tried_for_names(SCENARIOS["sleeper"], promise).violation is None
+    assert tried_for_names(SCENARIOS["sleeper"], promise, "publish_looks").violation is not None
+
+
+# --- Model and code side by side ------------------------------------------------------------------------------------
+
+
+def rows():
+    return [match.groupdict() for match in ROW.finditer(PAGE.read_text(encoding="utf-8"))]
+
+
+def test_the_page_has_a_row_for_each_promise():
+    assert sorted(row["promise"] for row in rows()) == sorted(PROMISES)
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row["promise"])
+def test_the_code_that_keeps_a_promise_exists(row):
+    named = re.findall(r"`([\w.]+)`", row["code"])
+    assert named
+    for path in named:
+        parts = path.split(".")
+        found = import_module(".".join(("zgstore", *parts[:2])))
+        for part in parts[2:]:
+            found = getattr(found, part)
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row["promise"])
+def test_the_page_says_what_the_search_finds(row):
+    (mutation,) = [each for each in MUTATIONS if each.promise == row["promise"]]
+    assert row["where"] == mutation.scenario
+    assert row["what"] == (mutation.kind or "nothing")
