@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import faulthandler
 import json
 import os
@@ -40,6 +41,7 @@ from zgstore.upkeep.copier import copy
 ROOT = Path(__file__).parents[2]
 STUCK_SECONDS = 180.0  # of any operation: locks are waited for for 30 s
 LONGEST_STOP_SECONDS = 3.0
+_ENDS_WITH_ITS_PARENT = 1  # PR_SET_PDEATHSIG
 OLD_SECONDS = 2 * 3600.0
 
 
@@ -127,7 +129,7 @@ def _small_index(place: Place) -> Iterator[Place]:
 HAZARDS = {
     "none": Hazard(),
     "lying-flock": Hazard(
-        traits=(Traits(lying_locks=True),), more={crowd.collects_alone: 2},
+        traits=(Traits(lying_locks=True),), more={crowd.collects_alone: 6},
         instead={crowd.collects: crowd.cannot_collect}, hears={crowd.commands: {"refused"}}, needs_lies=True,
     ),
     "killed-holder": Hazard(more={crowd.grabs: 10}, kills=0.25, stops=0.0),
@@ -191,9 +193,11 @@ class Hand:
 def _be_a_hand(theirs: socket.socket, place: Place, traits: Traits, told: Path) -> NoReturn:
     """Do what one is told until there is nobody any more who would."""
     os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(_ENDS_WITH_ITS_PARENT, signal.SIGKILL)  # even while it is stopped
     log = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if traits.lying_locks or traits.seconds_ahead:
@@ -490,6 +494,7 @@ def main() -> int:
     memory = Path("/dev/shm")
     home = asked.folder or (memory if os.access(memory, os.W_OK) else None)
     torch.set_num_threads(1)  # a process that is forked has one thread
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing stays mounted
     found = 0
     with tempfile.TemporaryDirectory(prefix="zgstore-stress-", dir=home) as folder:
         project = prepared(Path(folder) / "project")
@@ -532,7 +537,10 @@ def _page(told: dict[str, Any]) -> str:
 
 def _begun_with_lies() -> None:
     """What is preloaded is there from a process's first moment, so it begins anew, once."""
-    if "lies.so" in os.environ.get("LD_PRELOAD", "") or lies.cannot():
+    if "lies.so" in os.environ.get("LD_PRELOAD", ""):
+        ctypes.CDLL(None).prctl(_ENDS_WITH_ITS_PARENT, signal.SIGTERM)
+        return
+    if lies.cannot():
         return
     with tempfile.TemporaryDirectory(prefix="zgstore-lies-") as folder:
         made = lies.made(Path(folder))
