@@ -546,7 +546,9 @@ def _begun_with_lies() -> None:
         made = lies.made(Path(folder))
         line = [sys.executable, "-m", "tests.faults.stress", *sys.argv[1:]]
         environment = os.environ | {"LD_PRELOAD": str(made)}
-        sys.exit(subprocess.run(line, check=False, cwd=ROOT, env=environment).returncode)
+        anew = subprocess.Popen(line, cwd=ROOT, env=environment)
+        signal.signal(signal.SIGTERM, lambda *_: anew.terminate())
+        sys.exit(anew.wait())
 
 
 if __name__ == "__main__":
