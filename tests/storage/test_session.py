@@ -1,3 +1,4 @@
+import contextlib
 import os
 import threading
 
@@ -8,9 +9,12 @@ from zgstore.errors import Conflict, Invalid, Missing, NoSpace, Transient
 from zgstore.format.digest import Digest, digest_of
 from zgstore.format.manifest import Record
 from zgstore.format.pages import Blob
-from zgstore.storage.leases import Lease
+from zgstore.storage import leases
+from zgstore.storage.leases import Lease, Leases
 from zgstore.storage.objects import Objects
 from zgstore.storage.refs import Refs
+from zgstore.storage.session import Session
+from zgstore.upkeep import collector
 
 
 def take_away(session):
@@ -156,6 +160,66 @@ def test_pages_must_be_there_too(store, session, page):
     with pytest.raises(Missing):
         session.publish(snapshot, ref="main")
     assert store.refs.get("main") is None
+
+
+def sleeps_before_it_logs(monkeypatch, meanwhile):
+    """A host sleeps in the middle of a hold, and its file server gives the lock to others."""
+    real = Refs._append
+
+    def append(refs, *args):
+        monkeypatch.setattr(Refs, "_append", real)
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(Leases, "store_lock", lambda *_, **__: contextlib.nullcontext())
+            elsewhere.setattr(leases, "_alive", lambda *_, **__: False)
+            meanwhile()
+        real(refs, *args)
+
+    monkeypatch.setattr(Refs, "_append", append)
+
+
+def test_a_builder_that_slept_in_the_middle_of_a_hold_moves_no_ref_to_what_is_gone(store, session, monkeypatch):
+    old = publish(store, "old")
+    snapshot = write(session, "one")
+    sleeps_before_it_logs(monkeypatch, lambda: collector.collect(store, now=True))
+    with pytest.raises(Missing):
+        session.publish(snapshot, ref="main")
+    assert store.refs.get("main") == old
+    assert [entry.new for entry in store.refs.log("main")] == [old]
+    assert collector.collect(store, now=True).kept["head"].objects
+
+
+def test_a_builder_that_slept_in_the_middle_of_a_hold_takes_back_what_is_in_the_trash(store, session, monkeypatch):
+    snapshot = write(session, "one")
+    blobs = list(store.objects.names("objects"))
+
+    def meanwhile():
+        take_away(session)
+        assert store.objects.all_to_trash("1", [("objects", Digest(raw)) for raw in blobs])
+
+    sleeps_before_it_logs(monkeypatch, meanwhile)
+    digest = session.publish(snapshot, ref="main")
+    assert store.refs.get("main") == digest
+    assert sorted(store.objects.names("objects")) == sorted(blobs)
+
+
+@pytest.mark.parametrize("give", ["tag", "hold"])
+def test_a_name_is_not_given_to_what_went_while_its_giver_slept(store, monkeypatch, give):
+    digest = publish(store, "one")
+    store.refs.remove("main", "head")
+    real = Session._require
+
+    def look_then_sleep(session, *args):
+        real(session, *args)
+        monkeypatch.setattr(Session, "_require", real)
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(Leases, "store_lock", lambda *_, **__: contextlib.nullcontext())
+            elsewhere.setattr(leases, "_alive", lambda *_, **__: False)
+            collector.collect(store, now=True)
+
+    monkeypatch.setattr(Session, "_require", look_then_sleep)
+    with pytest.raises(Missing):
+        store.point("v1", "tag", digest) if give == "tag" else store.hold("v1", digest)
+    assert store.refs.list() == store.refs.holds() == store.refs.lost() == []
 
 
 def test_a_snapshot_is_in_before_its_ref_moves(store, session, monkeypatch):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -334,6 +335,34 @@ def test_a_young_snapshot_without_a_ref_keeps_its_old_blobs(store, later):
         os.utime(page, (moment, moment))
     run_both(store)
     assert blobs | everything_of(store, born) <= objects_in(store)
+
+
+KILLED_AS_IT_LOGGED = """
+    import os, signal, sys
+    sys.path.insert(0, {root!r})
+    from tests.upkeep.bare_stores import publish
+    from zgstore.storage.refs import Refs
+    from zgstore.storage.store import Store
+    append = Refs._append
+    def killed(*args):
+        append(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+    Refs._append = killed
+    publish(Store.open({path!r}), "main", [7])
+"""
+
+
+def test_what_a_ref_is_about_to_name_stays_as_long_as_its_reflog_entry(store):
+    old, before = publish(store, "main", [1]), objects_in(store)
+    code = textwrap.dedent(KILLED_AS_IT_LOGGED.format(root=str(Path.cwd()), path=str(store.path)))
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    everything = objects_in(store)
+    collector.collect(store, now=True)
+    assert objects_in(store) == everything
+    assert store.refs.get("main") == old
+    assert list(verify(store)) == []
+    collector.collect(store, now=True, expire_reflog_seconds=0)
+    assert objects_in(store) == before
 
 
 def test_what_is_in_the_trash_and_reachable_again_comes_back(store, later):

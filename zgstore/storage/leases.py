@@ -200,8 +200,9 @@ class Leases:
             Invalid: if the store cannot be written here.
             NoSpace, Transient: as the disk says.
         """
-        uuid, head = str(uuids.uuid4()), _head(purpose, ttl_seconds)
+        uuid = str(uuids.uuid4())
         with self._new_file(uuid) as handle:
+            head = _head(purpose, ttl_seconds)
             write_all(handle, head)
         return Lease(self.root, uuid, handle, head)
 

@@ -8,12 +8,12 @@ import difflib
 import enum
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from zgstore.errors import Conflict, Corrupt, Invalid, NotFound, Transient, ZgError
+from zgstore.errors import Conflict, Corrupt, Invalid, Missing, NotFound, Transient, ZgError
 from zgstore.format.digest import Digest
 from zgstore.storage.files import directory, faults, listing, read_all
 from zgstore.storage.naming import MAX_FILE_BYTES, NamedFiles, check_clashes, check_name, is_name, parse_digest, torn
@@ -73,10 +73,17 @@ class Break(NamedTuple):
 
 
 class History(NamedTuple):
-    """The moves of a ref, newest first, and where they do not follow each other."""
+    """The moves of a ref, newest first, and where they do not follow each other.
+
+    Args:
+        entries: Those that took place.
+        breaks: Where something between them is lost.
+        coming: One that was logged, and is about to take place or never did.
+    """
 
     entries: tuple[LogEntry, ...]
     breaks: tuple[Break, ...]
+    coming: LogEntry | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +161,9 @@ class Refs:
 
     def move(
         self, name: str, kind: str, new: Digest, *, expect: Digest | Expectation | None = ANY,
-        record: Digest | None = None,
+        record: Digest | None = None, last_look: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        """Compare with the expected old value, append the reflog, write, rename, ``fsync``.
+        """Compare with the expected old value, append the reflog, (look once more,) write, rename, ``fsync``.
 
         The caller holds the store lock, and has seen that everything of ``new`` is there.
 
@@ -166,9 +173,11 @@ class Refs:
             new: The snapshot it shall name.
             expect: What it must name now; None if it must not exist; ANY if that does not matter.
             record: The record that tells of it.
+            last_look: Called when the reflog names it, which keeps it from then on; if it is not there, the name stays.
 
         Raises:
             Conflict: if it names something else than expected.
+            Missing: from ``last_look``.
             Invalid: if the name breaks the rules, or clashes with another.
         """
         check_name(name, _what(kind))
@@ -189,6 +198,12 @@ class Refs:
             if old is None:
                 check_clashes(name, self._files.names(top), _what(kind))
             self._append(name, kind, LogEntry(old, new, record, 0.0))
+            if last_look is not None:
+                try:
+                    last_look()
+                except Missing:
+                    self._forget(name, kind, self._numbers(name, kind)[:1])
+                    raise
             self._files.write(top, name, _line(new))
 
     def remove(self, name: str, kind: str) -> Digest:
@@ -258,7 +273,8 @@ class Refs:
                 path = self.root.joinpath("reflog", KINDS[kind], name, f"{entry.number:012d}")
             elif entry.number == below:
                 below -= 1
-        return History(tuple(taken), tuple(breaks))
+        coming = entries[0] if entries and entries[0] not in taken[:1] else None
+        return History(tuple(taken), tuple(breaks), coming)
 
     def _is_logged(self, name: str, kind: str, digest: Digest) -> bool:
         """Whether the newest entry tells of it: as what it gave, or as what it was about to replace."""

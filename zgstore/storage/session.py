@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from zgstore.errors import Invalid, Missing, ZgError
@@ -212,14 +212,17 @@ class Session:
             self.sync()
             if ref is not None:
                 told = drafts[1][0] if record is not None else None
-                self.store.refs.move(ref, kind, digest, expect=expect, record=told)
+                self.store.refs.move(
+                    ref, kind, digest, expect=expect, record=told,
+                    last_look=lambda: self._see_it_stayed(digest, parts, [each.raw for each, _, _ in drafts]),
+                )  # fmt: skip
         return digest
 
     @contextlib.contextmanager
-    def confirmed(self, digest: Digest) -> Iterator[Snapshot]:
+    def confirmed(self, digest: Digest) -> Iterator[Callable[[], None]]:
         """An existing snapshot, reserved with all that it refers to; in the block it is known whole, under the lock.
 
-        What is in the trash comes back. There it may be given a name.
+        What is in the trash comes back. There it may be given a name; yields the last look before that is seen.
 
         Raises:
             Missing: naming what is not there.
@@ -235,7 +238,7 @@ class Session:
             if self._bring_back([digest.raw], "meta"):
                 raise self.store.objects.missing(digest, "meta")
             self.sync()
-            yield snapshot
+            yield lambda: self._see_it_stayed(digest, parts, [digest.raw])
 
     def adopt(self, digest: Digest) -> Snapshot:
         """Reserve an existing snapshot with all that it refers to, out of the trash where it is there.
@@ -243,8 +246,8 @@ class Session:
         Raises:
             Missing: naming what is not there.
         """
-        with self.confirmed(digest) as snapshot:
-            return snapshot
+        with self.confirmed(digest):
+            return self.store.snapshot(digest)
 
     def _parts(self, snapshot: Snapshot, columns: Collection[str] | None) -> dict[str, list[bytes]]:
         """What a snapshot refers to: blobs (of the named columns, and constants) and pages, each once, by family.
@@ -280,6 +283,16 @@ class Session:
             self.store.objects.touch(raws, family)
         if absent:
             raise missing_parts(snapshot, [Digest(raw) for raw in absent])
+
+    def _see_it_stayed(self, snapshot: Digest, parts: Mapping[str, Sequence[bytes]], itself: Sequence[bytes]) -> None:
+        """Look once more, if a host that slept since the first look has lost its lease, and with it lock and objects.
+
+        With the lease still there all of it is, until whatever keeps it from now on.
+        """
+        if not self.store.leases.see_linked(self._lease):
+            self._look_again()
+            self._require(snapshot, {**parts, "meta": [*parts["meta"], *itself]})
+            self.sync()
 
     def _mark_part(self, snapshot: Digest, columns: Sequence[str] | None, *, was_here: bool) -> None:
         store = self.store

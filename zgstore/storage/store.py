@@ -208,11 +208,11 @@ class Store:
         """
         with self.writing(f"set {name}"[:100]) as session:
             told = session.put_meta("record", record.encode()) if record else None
-            with session.confirmed(digest):
+            with session.confirmed(digest) as last_look:
                 session.sync()
                 if kind == "tag" and not force and expect is ANY:
                     expect = digest if self.refs.get(name, kind) == digest else None
-                self.refs.move(name, kind, digest, expect=expect, record=told)
+                self.refs.move(name, kind, digest, expect=expect, record=told, last_look=last_look)
 
     def hold(self, name: str, digest: Digest, reason: str = "") -> None:
         """Keep an existing snapshot from gc until ``refs.unhold(name)``; the same check as ``point``.
@@ -221,9 +221,14 @@ class Store:
             Missing: naming what is not there.
             Conflict: if the name holds something else.
         """
-        with self.writing(f"hold {name}"[:100]) as session, session.confirmed(digest):
+        with self.writing(f"hold {name}"[:100]) as session, session.confirmed(digest) as last_look:
             session.sync()
             self.refs.hold(name, digest, reason)
+            try:
+                last_look()
+            except Missing:
+                self.refs.unhold(name)
+                raise
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

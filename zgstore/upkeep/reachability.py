@@ -62,6 +62,10 @@ class Retention:
                 count += 1
         return count
 
+    def keeps_newest(self, entry: LogEntry, now: float) -> bool:
+        """Whether the newest entry is kept by its own age, or as one of so many: nothing has replaced it yet."""
+        return bool(self.keep_last) or (self.seconds is not None and entry.time_seconds > now - self.seconds)
+
 
 @dataclass(frozen=True, slots=True)
 class Root:
@@ -80,7 +84,10 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """Everything that keeps something: names, and what live leases name (raw digests joined, by the lease)."""
+    """Everything that keeps something: names, and what live leases name (raw digests joined, by the lease).
+
+    What a ref is about to name counts as leased: of a move that never took place, not all may be there.
+    """
 
     named: tuple[Root, ...]
     leased: tuple[tuple[str, bytes], ...]
@@ -118,10 +125,15 @@ def roots(store: Store, *, retention: Retention, now: float) -> Roots:
     Raises:
         Corrupt: if a ref, reflog entry or hold is torn.
     """
-    named = []
+    named, coming = [], []
     for ref in store.refs.list():
         named.append(Root(ref.kind, ref.name, ref.snapshot))
-        log = log_of(store, ref)
+        history = history_of(store, ref)
+        log = history.entries
+        move = history.coming
+        if move is not None and retention.keeps_newest(move, now):
+            named_by = [digest.raw for digest in (move.new, move.record) if digest is not None]
+            coming.append((f"{ref.kind} {ref.name}, about to name {move.new.short}", b"".join(named_by)))
         for at, entry in enumerate(log[: retention.kept(log, now)]):
             name = f"{ref.name}@{{{at}}}"
             named.append(Root("reflog", name, entry.new))
@@ -131,9 +143,9 @@ def roots(store: Store, *, retention: Retention, now: float) -> Roots:
         there = [digest for digest in (entry.new, entry.record) if digest is not None and _is_here(store, digest)]
         named += [Root("reflog", f"{name}@{{{at}}}", digest) for digest in there]
     named += [Root("hold", hold.name, hold.snapshot) for hold in store.refs.holds()]
-    leased = tuple((lease.uuid, lease.digests) for lease in store.leases.all() if lease.alive)
+    leased = [(lease.uuid, lease.digests) for lease in store.leases.all() if lease.alive]
     order = {kind: at for at, kind in enumerate(ROOT_KINDS)}
-    return Roots(tuple(sorted(named, key=lambda root: order[root.kind])), leased)
+    return Roots(tuple(sorted(named, key=lambda root: order[root.kind])), (*leased, *coming))
 
 
 # --- Reach ---------------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ class Survey:
         now, retention = self.store.now(), Retention()
         for ref in self.store.refs.list(damaged=torn):
             self._names.setdefault(ref.snapshot, []).append(ref.name)
-            log, breaks = history_of(self.store, ref, damaged=torn)
+            log, breaks, _ = history_of(self.store, ref, damaged=torn)
             self.faults += [_broken(self.store, ref, each) for each in breaks]
             for at, entry in enumerate(log[: retention.kept(log, now)]):
                 name = f"{ref.name}@{{{at}}}"
