@@ -17,6 +17,7 @@ import torch
 
 import zgstore
 from zgstore.building import sections
+from zgstore.building.shards import QUEUE_BYTES
 from zgstore.cli.console import Screen
 from zgstore.cli.faults import explain
 from zgstore.cli.main import main
@@ -181,7 +182,7 @@ def test_a_read_only_mount_is_read_and_refuses_what_writes(built, zg, tmp_path):
         for words in (["ls"], ["show", "main"], ["verify"], ["diff", "main", "main", "--values"], ["lease", "ls"],
                       ["export", "main", tmp_path / "plain"], ["build", recipe, "--dry-run"]):  # fmt: skip
             assert zg("--store", mounted, *words)[0] == 0, words
-        for words in (["build", recipe], ["tag", "v1", "main"], ["hold", "h", "main"], ["ref", "rm", "main"], ["gc"]):  # fmt: skip
+        for words in (["build", recipe], ["tag", "v1", "main"], ["hold", "h", "main"], ["ref", "rm", "main"], ["gc"]):
             code, _, err = zg("--store", mounted, *words)
             assert (code, "check who owns it" in err, "Read-only" in err) == (2, True, True), (words, err)
         code, _, err = zg("--store", mounted, "lease", "run", "main", "--", "true")
@@ -302,3 +303,46 @@ def test_the_last_batches_of_a_store_that_lost_its_end_are_named(built, zg):
     assert all(problem["refs"] == ["main"] and problem["hint"] for problem in value["problems"])
     assert zg("verify", "--repair", "--recipe", built[0])[0] == 0
     assert blobs[0].read_bytes() == Path("spare").read_bytes()
+
+
+WIDE = """
+
+
+class Plus(nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+def teacher(width=16384):
+    torch.manual_seed(0)
+    model = Teacher(4, 1)
+    model.embed, model.norm, model.head = nn.Embedding(32, width), nn.Identity(), nn.Identity()
+    model.layers = nn.ModuleList(Plus() for _ in range(3))
+    return model
+"""
+
+
+def high_water_bytes():
+    (line,) = [each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
+
+
+def test_a_build_of_much_more_than_it_may_hold_streams(tmp_path, zg):
+    recipe, _ = make_project(tmp_path / "project", rows=960, more=WIDE, boundaries=("layers.0:in", "layers.1:in"))
+    assert zg("init")[0] == 0
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the high water mark begins here
+    except OSError:
+        pytest.skip("the kernel does not let a process forget its high water mark")
+    before = high_water_bytes()
+    code, out, _ = zg("--json", "build", recipe, "--ref", "main")
+    assert code == 0
+    total = json.loads(out)["bytes"]["total"]
+    assert total > 700 << 20
+    assert high_water_bytes() - before < QUEUE_BYTES + (64 << 20)
+    reader = zgstore.read(Store.open(".zgstore"), "main", columns=["layers.1:in"])
+    before = high_water_bytes()
+    for at in range(0, len(reader), 4):
+        reader.batch(range(at, at + 4))
+    reader.close()
+    assert high_water_bytes() - before < total / 20
