@@ -68,6 +68,27 @@ def test_every_link_leads_somewhere(page):
             assert (page.parent / target.partition("#")[0]).exists(), f"{target} in {page}"
 
 
+def tests_named_on(page):
+    """Links to tests: what is linked is the test's sentence, as people write it."""
+    found = re.findall(r"\[([^\]]+)\]\((?:\.\./)*(tests/[^)]+\.py)\)", text_of(page))
+    return [(sentence, ROOT / file) for sentence, file in found if "/" not in sentence]
+
+
+def test_every_test_that_the_failure_model_names_is_there():
+    named = tests_named_on("docs/explanation/failure-model.md")
+    assert len(named) > 100
+    for sentence, file in named:
+        name = f"test_{sentence.replace(' ', '_')}"
+        assert re.search(rf"^def {name}\(", file.read_text(encoding="utf-8"), re.MULTILINE), f"{name} in {file}"
+
+
+def test_each_case_of_the_failure_model_is_shown_by_a_test():
+    _, _, cases = text_of("docs/explanation/failure-model.md").partition("## Cases")
+    rows = [line.split("|")[1:-1] for line in cases.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert [int(row[0]) for row in rows] == [*range(1, 36)]
+    assert all("](../../tests/" in row[3] for row in rows)
+
+
 def test_every_page_is_reached_from_the_readme():
     seen, coming = set(), [ROOT / "README.md"]
     while coming:
