@@ -14,6 +14,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ from torch.utils.data import DataLoader
 from tests.faults.operations import DAY, ahead
 from zgstore import errors
 from zgstore.building.builder import build
-from zgstore.errors import Missing, ZgError
+from zgstore.errors import Busy, Missing, ZgError
 from zgstore.format.digest import Digest
 from zgstore.reading.opening import follow, read
 from zgstore.storage.store import Store
@@ -48,6 +49,7 @@ ROOT = Path(__file__).parents[2]
 T = TypeVar("T")
 LIMITS = (None, 9, 5)  # the last batch cut, whole batches and all of it
 NAMES = 4  # of each kind: few, so that many hands reach for the same
+LONG_SECONDS = 20.0  # until something befalls who waits for it; who waits for a lock waits for 30
 KEPT = 2  # snapshots that are held from the beginning to the end
 
 
@@ -303,8 +305,15 @@ def _command(store: Path, *command: str) -> None:
 
 
 def takes(place: Place, _chance: random.Random) -> int:
-    """A collection after somebody's lease has grown old."""
-    return collect(Store.open(place.store), now=True, expire_reflog_seconds=0.0).freed.objects
+    """A collection after somebody's lease has grown old, as soon as no other is under way."""
+    give_up = time.monotonic() + 2.0
+    while True:
+        try:
+            return collect(Store.open(place.store), now=True, expire_reflog_seconds=0.0).freed.objects
+        except Busy:
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(0.02)
 
 
 def collects_at_another_time(place: Place, chance: random.Random) -> int:
@@ -335,7 +344,25 @@ def grabs(place: Place, chance: random.Random) -> None:
     else:
         lock = chance.choice([store.leases.gc_lock(), store.refs._files.alone()])
     with lock:
-        time.sleep(2.0)
+        time.sleep(LONG_SECONDS)
+
+
+def lingers(place: Place, chance: random.Random) -> None:
+    """A snapshot reserved, then nothing until the process was stopped and goes on, then a name given to it."""
+    store, digest = Store.open(place.store), Digest.parse(chance.choice([*place.project.contents]))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})
+    try:
+        with store.writing("linger") as session:
+            try:
+                session.adopt(digest)
+            except Missing:
+                digest = Digest.parse(place.kept[0])
+                session.adopt(digest)
+            signal.sigtimedwait({signal.SIGCONT}, LONG_SECONDS)
+            with session.confirmed(digest):
+                store.refs.move("s/late", "head", digest)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCONT})
 
 
 def reads_only(place: Place, chance: random.Random) -> None:
@@ -454,6 +481,7 @@ HEARS: dict[Operation, set[str]] = {
     cannot_collect: {"refused"},
     collects_alone: set(),
     grabs: {"busy"},
+    lingers: set(),
     reads_only: set(),
     cannot_write: {"invalid"},
     hurts_index: set(),

@@ -70,7 +70,7 @@ class Hazard:
 
     Args:
         traits: The hands', in turn.
-        more: Operations beyond the usual, and how often they are chosen.
+        more: Operations beyond the usual, and how often they are chosen; each comes once before all others.
         instead: Usual ones that others take the place of.
         hears: What an operation may hear besides.
         kills: Of all operations, how many are killed at some moment.
@@ -133,7 +133,7 @@ HAZARDS = {
         instead={crowd.collects: crowd.cannot_collect}, hears={crowd.commands: {"refused"}}, needs_lies=True,
     ),
     "killed-holder": Hazard(more={crowd.grabs: 10}, kills=0.25, stops=0.0),
-    "stopped-holder": Hazard(traits=(Traits(elsewhere=True),), takes=0.2),
+    "stopped-holder": Hazard(traits=(Traits(elsewhere=True),), more={crowd.lingers: 6}, takes=0.2),
     "clock": Hazard(
         traits=tuple(Traits(seconds_ahead=days * 86400, elsewhere=days != 0) for days in (-1, 0, 1)),
         more={crowd.collects_at_another_time: 8},
@@ -147,8 +147,11 @@ HAZARDS = {
     ),
 }  # fmt: skip
 READS_ONLY: dict[Operation, int] = {crowd.reads_only: 4, crowd.cannot_write: 3}
+#: What befalls those that wait for it, and those that are there to be counted.
+FATES: dict[Operation, str] = {crowd.grabs: "kill", crowd.lingers: "take"}
+FATES |= dict.fromkeys([*READS_ONLY, crowd.cannot_collect, crowd.collects_alone, crowd.hurts_index], "")
 #: What may be stopped until its lease was taken: what it then hears is that something is gone, its own drafts perhaps.
-TAKEABLE = (crowd.builds, crowd.tags, crowd.moves, crowd.holds, crowd.reads, crowd.follows, crowd.copies)
+TAKEABLE = (crowd.lingers, crowd.builds, crowd.tags, crowd.moves, crowd.holds, crowd.reads, crowd.follows, crowd.copies)
 GONE = {"missing", "not_found", "conflict", "transient"}
 
 
@@ -188,6 +191,7 @@ class Hand:
     ours: socket.socket
     traits: Traits
     task: Task | None = None
+    first: list[Operation] = field(default_factory=list)
 
 
 def _be_a_hand(theirs: socket.socket, place: Place, traits: Traits, told: Path) -> NoReturn:
@@ -247,14 +251,14 @@ class Crowd:
         self.counts = Counts()
         self.began = 0
         self.hands: list[Hand] = []
-        self.next: list[Operation] = []
+        self.next: list[Operation] = [*hazard.more, *hazard.instead.values()]
         self.log = place.store.with_name("said")
         for each in range(hands):
             self.hands.append(self._hire(hazard.traits[each % len(hazard.traits)]))
 
     def run(self, is_enough: Callable[[int], bool]) -> Counts:
         """Give out operations until it is enough, then see all of them end."""
-        while not is_enough(self.began):
+        while not is_enough(self.began) or self.next or any(hand.first for hand in self.hands):
             self._give_out()
             self._attend()
         while any(hand.task for hand in self.hands):
@@ -277,7 +281,7 @@ class Crowd:
         with contextlib.suppress(OSError):  # whichever of both is first
             os.setpgid(child, child)
         theirs.close()
-        return Hand(child, ours, traits)
+        return Hand(child, ours, traits, first=[*READS_ONLY] if traits.read_only else [])
 
     # -- giving out --
 
@@ -294,6 +298,8 @@ class Crowd:
                         self._attend()
 
     def _chosen(self, hand: Hand) -> Operation:
+        if hand.first:
+            return hand.first.pop()
         if hand.traits.read_only:
             listed = READS_ONLY
         elif self.next:
@@ -310,8 +316,8 @@ class Crowd:
         hand.ours.sendall((json.dumps([work.__name__, seed]) + "\n").encode())
 
     def _fate(self, work: Operation) -> str:
-        if work is crowd.grabs:
-            return "kill"
+        if work in FATES:
+            return FATES[work]
         lot, hazard = self.chance.random(), self.hazard
         if work in TAKEABLE and lot < hazard.takes:
             return "take"
@@ -375,31 +381,39 @@ class Crowd:
             self._found(task, f"nothing came of it for {STUCK_SECONDS} s\n{_tail(self.log)}")
             self._kill(hand)
         elif task.fate and now >= task.at:
-            fate, task.fate = task.fate, ""
-            if fate == "kill":
-                self._kill(hand)
-                self.counts.befell["killed"] += 1
-                return
-            os.killpg(hand.pid, signal.SIGSTOP)
-            self.counts.befell["stopped"] += 1
-            if fate == "take":
-                task.until = now + LONGEST_STOP_SECONDS
-                task.was_taken = self._age_leases(hand)
-                self.counts.befell["leases made old"] += task.was_taken
-                self.next.append(crowd.takes)
-            else:
-                task.until = now + self.chance.uniform(0.05, 0.5)
+            self._meet_fate(hand, task, now)
 
-    def _age_leases(self, hand: Hand) -> bool:
-        """Make the leases of a stopped hand look as if nobody had refreshed them for hours; whether there are any."""
-        old, found = time.time() - OLD_SECONDS, False
-        for each in (self.place.store, self.place.target):
-            for lease in Store.open(each).leases.all():
-                if lease.pid == hand.pid:
-                    found = True
-                    with contextlib.suppress(FileNotFoundError):
-                        os.utime(each / "leases" / lease.uuid, (old, old))
-        return found
+    def _meet_fate(self, hand: Hand, task: Task, now: float) -> None:
+        held = self._leases_of(hand) if task.fate == "take" else []
+        if task.fate == "take" and not held:
+            task.at = now + 0.05  # there is none yet
+            return
+        fate, task.fate = task.fate, ""
+        if fate == "kill":
+            self._kill(hand)
+            self.counts.befell["killed"] += 1
+            return
+        os.killpg(hand.pid, signal.SIGSTOP)
+        self.counts.befell["stopped"] += 1
+        task.until = now + self.chance.uniform(0.05, 0.5)
+        if fate == "take":
+            task.until, task.was_taken = now + LONGEST_STOP_SECONDS, True
+            self.counts.befell["leases made old"] += 1
+            self.next.append(crowd.takes)
+            old = time.time() - OLD_SECONDS
+            for lease in held:
+                with contextlib.suppress(FileNotFoundError):
+                    os.utime(lease, (old, old))
+
+    def _leases_of(self, hand: Hand) -> list[Path]:
+        """The files of the leases that a hand holds now."""
+        stores = (Store.open(self.place.store), Store.open(self.place.target))
+        return [
+            store.path / "leases" / lease.uuid
+            for store in stores
+            for lease in store.leases.all()
+            if lease.pid == hand.pid
+        ]
 
     def _let_go(self, hand: Hand, task: Task) -> None:
         task.until = 0.0
