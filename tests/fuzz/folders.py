@@ -21,12 +21,14 @@ from tests.fuzz.bounds import Target, require, see_refusal
 from tests.fuzz.place import empty, here, root, see_outside, store
 from tests.fuzz.trees import Choices, Choose, as_json, as_msgpack, bytes_changed, changed, from_msgpack, tree_of
 from tests.upkeep import bare_stores as bare
+from tests.upkeep import small_stores as small
 from tests.upkeep import zerograph_cache as made
 from zgstore.cli.console import Screen
 from zgstore.cli.main import main
 from zgstore.errors import ZgError
 from zgstore.format.digest import Digest, digest_of
-from zgstore.format.pages import RowsRoot
+from zgstore.format.manifest import Column
+from zgstore.format.pages import Dropped, RowsRoot
 from zgstore.storage.store import Store
 from zgstore.upkeep import accounts, collector, copier, differ, exporter, inspector
 from zgstore.upkeep.importer import import_safetensors, import_zerograph
@@ -78,7 +80,7 @@ class Received:
         self.store: Store = published["store"]
         self.digests, self.bodies = dict(published["digests"]), dict(published["bodies"])
         self.added: list[Path] = []
-        for _ in range(1 + choose(2)):
+        for _ in range(0 if choose.used_up else 1 + choose(2)):
             names = [*self.bodies]
             name = names[choose(len(names))] if choose(3) else names[choose(8)]
             self._put(name, self._changed(name, choose))
@@ -234,8 +236,9 @@ def _safetensors_changed(body: bytes, choose: Choose) -> bytes:
 
 def make_plain(folder: Path, choose: Choose) -> None:
     bodies = {f"{name}.safetensors": save(_tensors()) for name in ("a", "b")}
-    name = [*bodies][choose(2)]
-    bodies[name] = _safetensors_changed(bodies[name], choose)
+    if not choose.used_up:
+        name = [*bodies][choose(2)]
+        bodies[name] = _safetensors_changed(bodies[name], choose)
     for each, body in bodies.items():
         (folder / each).write_bytes(body)
     _other_things(folder, choose)
@@ -264,7 +267,14 @@ def _other_things(folder: Path, choose: Choose) -> None:
 def _exported() -> tuple[dict[str, bytes], dict[str, Any]]:
     """An export's files, and its manifest."""
     place = store("to export")
-    bare.publish(place, REF, [1, 2], masked=[1])
+    lengths = torch.tensor([2, 3])
+    columns = {
+        small.boundary("h.0", 0): [small.values(at, 2) for at in range(2)],
+        small.boundary("h.1", 1, codec="int8"): [small.values(9 + at, 2) for at in range(2)],
+        Column("ids", "context", "I64", "raw", (None,)): [(torch.arange(5) + at, lengths) for at in range(2)],
+    }
+    dropped = Dropped((1,), ("x",), (9,), ("y",))
+    small.publish(place, columns, ref=REF, constants={"rope": torch.ones(3)}, dropped=dropped)
     exporter.export(place, REF, empty("an export"))
     files = {
         str(path.relative_to(here("an export"))): path.read_bytes()
@@ -284,7 +294,9 @@ def make_export(folder: Path, choose: Choose) -> None:
         told = described[choose(len(described))]
         files[told["file"]] = body = bytes_changed(files[told["file"]], choose)
         told["bytes"], told["digest"] = len(body), str(digest_of(None, body))
-    tree = tree_of(manifest) if choose(4) == 0 else changed(tree_of(manifest), choose)
+    tree = tree_of(manifest)
+    if choose(4):
+        tree = changed(tree, choose)
     for name, body in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(body)
@@ -342,10 +354,12 @@ def make_zerograph(folder: Path, choose: Choose) -> None:
         path.write_bytes(bytes_changed(path.read_bytes(), choose))
     body = path.read_bytes()
     row["bytes"], row["sha256"] = len(body), hashlib.sha256(body).hexdigest()
-    if choose(3) == 0:
+    if choose(3) == 1:
         for each in manifest["files"]:
             del each["boundaries"], each["context"]
-    tree = tree_of(manifest) if choose(2) else changed(tree_of(manifest), choose)
+    tree = tree_of(manifest)
+    if choose(2):
+        tree = changed(tree, choose)
     text = as_json(tree).encode("utf-8", "replace")
     (folder / "manifest.json").write_bytes(text)
     (folder / "manifest.sha256.json").write_text(json.dumps({"sha256": hashlib.sha256(text).hexdigest()}))

@@ -268,6 +268,15 @@ def test_a_manifest_that_lacks_something_is_refused(store, tmp_path, cut_out):
         import_safetensors(store, out)
 
 
+@pytest.mark.parametrize("masked", [3, [3], [{}], [{"row": -1}], [{"row": "1"}], [{"row": [1]}]])
+def test_masked_rows_that_are_no_numbers_are_refused(store, tmp_path, masked):
+    _, out = exported(tmp_path)
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps(manifest | {"masked": masked}))
+    with pytest.raises(Invalid, match="no manifest of an export"):
+        import_safetensors(store, out)
+
+
 def plain(root, files):
     root.mkdir()
     for name, tensors in files.items():

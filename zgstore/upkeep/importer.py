@@ -291,12 +291,11 @@ def _from_table(table: plainfiles.Table, pins: Pins, cut: int) -> _Source:
 
 
 def _table_batches(table: plainfiles.Table) -> Iterator[SampleBatch]:
-    masked = {each["row"] for each in table.exported.get("masked", ())} if table.exported else set()
     constants = plainfiles.load_constants(table)
     first = 0
     for shard in plainfiles.load(table):
         rows = _rows_of(shard)
-        kept = [row for row in range(rows) if first + row not in masked]
+        kept = [row for row in range(rows) if first + row not in table.masked]
         if kept:
             yield replace(_shard_batch(table, _only(shard, kept), first=first), constants=constants)
         first += rows

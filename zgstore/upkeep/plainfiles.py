@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zgstore.errors import Corrupt, Invalid, Missing
 from zgstore.format.digest import Digest, Hasher, digest_of
+from zgstore.format.fields import natural
 from zgstore.format.foreign import parse_json
 from zgstore.format.manifest import Column
 from zgstore.format.tensorfile import TORCH_OF, decode
@@ -69,6 +70,7 @@ class Table:
         exported: Our own manifest; None for plain files.
         described: The columns as our own manifest has them; empty for plain files.
         constants: Files of constants by name.
+        masked: Rows of an export that readers skip, counted over all its shards.
     """
 
     root: Path
@@ -77,6 +79,7 @@ class Table:
     exported: Mapping[str, Any] | None = None
     described: tuple[Column, ...] = ()
     constants: Mapping[str, File] = field(default_factory=dict)
+    masked: frozenset[int] = frozenset()
 
     def all_files(self) -> Iterator[File]:
         yield from self.constants.values()
@@ -240,7 +243,7 @@ def _load_exported(table: Table, files: Sequence[File]) -> Shard:
     lengths: dict[str, Tensor] = {}
     for column, file in zip(table.described, files, strict=True):
         with os.fdopen(_open(table.root, file), "rb") as source:
-            body = bytearray(source.read())
+            body = bytearray(source.read(-1 if file.size is None else file.size + 1))  # it may have grown since
         _held_against(table.root, file, len(body), digest_of(None, body))
         data, offsets = decode(body, column, what=file.name)
         columns[column.name] = data
@@ -272,14 +275,21 @@ def _exported(root: Path) -> Table:
         described = tuple(Column.from_value(value) for value in manifest["columns"])
         by_column = [tuple(_file(each) for each in value["files"]) for value in manifest["columns"]]
         constants = {value["name"]: _file(value) for value in manifest["constants"]}
+        masked = frozenset(natural("manifest", "a masked row", each["row"]) for each in manifest.get("masked", ()))
         pins = [manifest[name] for name in ("teacher", "data", "capture")]
     except (KeyError, TypeError, Corrupt) as error:
         raise Invalid(f"{root / MANIFEST} is no manifest of an export: {error}", hint=_AGAIN) from error
     unknown = [column.name for column in described if column.dtype not in TORCH_OF]
-    if unknown or len({len(files) for files in by_column}) != 1 or not all(isinstance(each, dict) for each in pins):
+    twice = len({column.name for column in described}) != len(described)
+    if (
+        unknown
+        or twice
+        or len({len(files) for files in by_column}) != 1
+        or not all(isinstance(each, dict) for each in pins)
+    ):
         raise Invalid(f"{root / MANIFEST} describes columns that make no table", hint=_AGAIN)
     roles = tuple((column.name, column.role) for column in described)
-    return Table(root, roles, tuple(zip(*by_column, strict=True)), manifest, described, constants)
+    return Table(root, roles, tuple(zip(*by_column, strict=True)), manifest, described, constants, masked)
 
 
 def _file(value: Mapping[str, Any]) -> File:
