@@ -9,8 +9,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tests.faults.crowd import Project, build, content_of
 from tests.faults.operations import DAY, ahead
+from tests.faults.places import Project, content_of
+from zgstore.building.builder import build
 from zgstore.errors import Corrupt, Missing
 from zgstore.format.digest import Digest
 from zgstore.format.fields import all_digests

@@ -1,503 +1,26 @@
 """Many processes on one store, for minutes: killed, stopped and let go at random, with locks and clocks that lie.
 
-``make stress`` runs each hazard for a minute and more; the suite a sample of some operations each. Each process is a
-*hand*: it does one operation after another, as it is told, with a seed. What it hears is held against what the
-interface allows; afterwards everything that lies on the disk is accounted for.
+``make stress`` runs each hazard for a minute and more; the suite a sample of some operations each. Afterwards every
+name is whole, and everything that lies on the disk is accounted for.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
-import faulthandler
 import json
 import os
-import random
-import select
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
-
-from tests.faults import aftermath, crowd, lies, steps
-from tests.faults.crowd import Operation, Place, Project
-from zgstore.errors import ZgError
-from zgstore.storage import index, leases
-from zgstore.storage.store import Store
-from zgstore.upkeep import keeper
-from zgstore.upkeep.copier import copy
-
-ROOT = Path(__file__).parents[2]
-STUCK_SECONDS = 180.0  # of any operation: locks are waited for for 30 s
-LONGEST_STOP_SECONDS = 3.0
-_ENDS_WITH_ITS_PARENT = 1  # PR_SET_PDEATHSIG
-OLD_SECONDS = 2 * 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Traits:
-    """What is not as usual with a hand.
-
-    Args:
-        lying_locks: Its locks are always free.
-        seconds_ahead: Its clock is off.
-        elsewhere: It seems to run on a host of its own: others tell its leases dead by their age alone.
-        small_map: Its index is full at once.
-        read_only: It sees the store through a mount that cannot be written.
-    """
-
-    lying_locks: bool = False
-    seconds_ahead: int = 0
-    elsewhere: bool = False
-    small_map: bool = False
-    read_only: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Hazard:
-    """What befalls the hands of a run.
-
-    Args:
-        traits: The hands', in turn.
-        more: Operations beyond the usual, and how often they are chosen; each comes once before all others.
-        instead: Usual ones that others take the place of.
-        hears: What an operation may hear besides.
-        kills: Of all operations, how many are killed at some moment.
-        stops: How many are stopped for a while.
-        takes: How many are stopped until somebody has taken their lease.
-        disks: Prepares a place and cleans up after it.
-        needs_lies: Whether the system must be able to lie.
-    """
-
-    traits: tuple[Traits, ...] = (Traits(),)
-    more: dict[Operation, int] = field(default_factory=dict)
-    instead: dict[Operation, Operation] = field(default_factory=dict)
-    hears: dict[Operation, set[str]] = field(default_factory=dict)
-    kills: float = 0.05
-    stops: float = 0.05
-    takes: float = 0.0
-    disks: Callable[[Place], contextlib.AbstractContextManager[Place]] = contextlib.nullcontext
-    needs_lies: bool = False
-
-
-class CannotBe(Exception):
-    """Why a hazard cannot be had here."""
-
-
-@contextlib.contextmanager
-def _mounted(at: Path, *commands: Sequence[str]) -> Iterator[None]:
-    at.mkdir()
-    for command in commands:
-        if os.geteuid() or subprocess.run(command, check=False, capture_output=True).returncode:
-            raise CannotBe(f"nothing can be mounted here: {' '.join(command)}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(at)], check=True)
-
-
-@contextlib.contextmanager
-def _read_only(place: Place) -> Iterator[Place]:
-    at = place.store.with_name("read-only")
-    bind = ["mount", "--bind", str(place.store), str(at)]
-    with _mounted(at, bind, ["mount", "-o", "remount,bind,ro", str(at)]):
-        yield place
-
-
-@contextlib.contextmanager
-def _small_index(place: Place) -> Iterator[Place]:
-    """The index on a disk of a MiB of its own."""
-    at, config = place.store.with_name("index-disk"), place.store / "zgstore.toml"
-    with _mounted(at, ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(at)]):
-        config.write_text(f'{config.read_text()}index = "{at}"\n')
-        folder = at / Store.open(place.store).id
-        folder.mkdir()
-        yield replace(place, index=folder / "lmdb-1")
-
-
-HAZARDS = {
-    "none": Hazard(),
-    "lying-flock": Hazard(
-        traits=(Traits(lying_locks=True),), more={crowd.collects_alone: 6},
-        instead={crowd.collects: crowd.cannot_collect}, hears={crowd.commands: {"refused"}}, needs_lies=True,
-    ),
-    "killed-holder": Hazard(more={crowd.grabs: 10}, kills=0.25, stops=0.0),
-    "stopped-holder": Hazard(traits=(Traits(elsewhere=True),), more={crowd.lingers: 6}, takes=0.2),
-    "clock": Hazard(
-        traits=tuple(Traits(seconds_ahead=days * 86400, elsewhere=days != 0) for days in (-1, 0, 1)),
-        more={crowd.collects_at_another_time: 8},
-        # A file that is on its way for more than an hour, as it seems, is swept away under its writer's hands.
-        hears={each: {"transient"} for each in crowd.WRITES}, needs_lies=True,
-    ),
-    "read-only": Hazard(traits=(Traits(), Traits(), Traits(read_only=True)), disks=_read_only),
-    "index": Hazard(
-        traits=(Traits(), Traits(), Traits(small_map=True)), more={crowd.hurts_index: 20, crowd.verifies: 16},
-        disks=_small_index,
-    ),
-}  # fmt: skip
-READS_ONLY: dict[Operation, int] = {crowd.reads_only: 4, crowd.cannot_write: 3}
-#: What befalls those that wait for it, and those that are there to be counted.
-FATES: dict[Operation, str] = {crowd.grabs: "kill", crowd.lingers: "take"}
-FATES |= dict.fromkeys([*READS_ONLY, crowd.cannot_collect, crowd.collects_alone, crowd.hurts_index], "")
-#: What may be stopped until its lease was taken: what it then hears is that something is gone, its own drafts perhaps.
-TAKEABLE = (crowd.lingers, crowd.builds, crowd.tags, crowd.moves, crowd.holds, crowd.reads, crowd.follows, crowd.copies)
-GONE = {"missing", "not_found", "conflict", "transient"}
-
-
-# ---- a hand ----
-
-
-@dataclass(slots=True)
-class Task:
-    """One operation that a hand is in the middle of.
-
-    Args:
-        number: Of all, from 1.
-        work: Which.
-        seed: Its chance.
-        fate: What befalls it: "", ``kill``, ``stop`` or ``take``.
-        at: When, in seconds of the monotonic clock.
-        began: When it began.
-        until: Until when it is stopped; 0 while it is not.
-        was_taken: Whether its leases were made to look old.
-    """
-
-    number: int
-    work: Operation
-    seed: int
-    fate: str
-    at: float
-    began: float
-    until: float = 0.0
-    was_taken: bool = False
-
-
-@dataclass(slots=True)
-class Hand:
-    """A process, and what it does."""
-
-    pid: int
-    ours: socket.socket
-    traits: Traits
-    task: Task | None = None
-    first: list[Operation] = field(default_factory=list)
-
-
-def _be_a_hand(theirs: socket.socket, place: Place, traits: Traits, told: Path) -> NoReturn:
-    """Do what one is told until there is nobody any more who would."""
-    os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(_ENDS_WITH_ITS_PARENT, signal.SIGKILL)  # even while it is stopped
-    log = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    if traits.lying_locks or traits.seconds_ahead:
-        lies.lie(about_locks=traits.lying_locks, seconds_ahead=traits.seconds_ahead)
-    if traits.elsewhere:
-        boot = f"boot of {os.getpid()}"
-        leases._boot = lambda: boot
-    if traits.small_map:
-        index._SMALLEST_MAP = index._LARGEST_MAP = 40960
-    with theirs, theirs.makefile("r", encoding="utf-8") as orders:
-        for order in orders:
-            name, seed = json.loads(order)
-            said = _said(getattr(crowd, name), place, random.Random(seed))
-            theirs.sendall((json.dumps(said) + "\n").encode())
-    os._exit(0)
-
-
-def _said(work: Operation, place: Place, chance: random.Random) -> dict[str, Any]:
-    """What came of it: the kind of its error, "" if there was none; of what is no error of ours, its class."""
-    try:
-        return {"kind": "", "freed": work(place, chance) or 0}
-    except BaseException as error:  # noqa: BLE001 - it is told
-        kind = error.kind if isinstance(error, ZgError) else type(error).__name__
-        return {"kind": kind, "message": "".join(traceback.format_exception(error))[-4000:]}
-
-
-# ---- all of them ----
-
-
-@dataclass(slots=True)
-class Counts:
-    """What was done, what was heard, and what was found."""
-
-    done: Counter[str] = field(default_factory=Counter)
-    heard: Counter[str] = field(default_factory=Counter)
-    befell: Counter[str] = field(default_factory=Counter)
-    files: dict[str, list[int]] = field(default_factory=dict)
-    findings: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-class Crowd:
-    """The hands of one run, from the first to the last; each that is killed is replaced."""
-
-    def __init__(self, place: Place, hazard: Hazard, *, hands: int, chance: random.Random) -> None:
-        self.place, self.hazard, self.chance = place, hazard, chance
-        self.counts = Counts()
-        self.began = 0
-        self.hands: list[Hand] = []
-        self.next: list[Operation] = [*hazard.more, *hazard.instead.values()]
-        self.log = place.store.with_name("said")
-        for each in range(hands):
-            self.hands.append(self._hire(hazard.traits[each % len(hazard.traits)]))
-
-    def run(self, is_enough: Callable[[int], bool]) -> Counts:
-        """Give out operations until it is enough, then see all of them end."""
-        while not is_enough(self.began) or self.next or any(hand.first for hand in self.hands):
-            self._give_out()
-            self._attend()
-        while any(hand.task for hand in self.hands):
-            self._attend()
-        for hand in self.hands:
-            hand.ours.close()
-            os.waitpid(hand.pid, 0)
-        return self.counts
-
-    def _hire(self, traits: Traits) -> Hand:
-        ours, theirs = socket.socketpair()
-        child = os.fork()
-        if child == 0:
-            for each in (ours, *(hand.ours for hand in self.hands)):
-                each.close()
-            place = self.place
-            if traits.read_only:
-                place = replace(place, store=place.store.with_name("read-only"))
-            _be_a_hand(theirs, place, traits, self.log)
-        with contextlib.suppress(OSError):  # whichever of both is first
-            os.setpgid(child, child)
-        theirs.close()
-        return Hand(child, ours, traits, first=[*READS_ONLY] if traits.read_only else [])
-
-    # -- giving out --
-
-    def _give_out(self) -> None:
-        for hand in self.hands:
-            if hand.task is None:
-                work = self._chosen(hand)
-                if work is crowd.collects_alone and any(other.task for other in self.hands):
-                    self.next.insert(0, work)  # as soon as nobody does anything
-                    return
-                self._give(hand, work)
-                if work is crowd.collects_alone:
-                    while hand.task is not None:
-                        self._attend()
-
-    def _chosen(self, hand: Hand) -> Operation:
-        if hand.first:
-            return hand.first.pop()
-        if hand.traits.read_only:
-            listed = READS_ONLY
-        elif self.next:
-            return self.next.pop(0)
-        else:
-            listed = crowd.USUAL | self.hazard.more
-        (work,) = self.chance.choices([*listed], [*listed.values()])
-        return self.hazard.instead.get(work, work)
-
-    def _give(self, hand: Hand, work: Operation) -> None:
-        self.began += 1
-        seed, now = self.chance.randrange(1 << 32), time.monotonic()
-        hand.task = Task(self.began, work, seed, self._fate(work), now + self.chance.expovariate(4.0), now)
-        hand.ours.sendall((json.dumps([work.__name__, seed]) + "\n").encode())
-
-    def _fate(self, work: Operation) -> str:
-        if work in FATES:
-            return FATES[work]
-        lot, hazard = self.chance.random(), self.hazard
-        if work in TAKEABLE and lot < hazard.takes:
-            return "take"
-        lot = self.chance.random()
-        return "kill" if lot < hazard.kills else "stop" if lot < hazard.kills + hazard.stops else ""
-
-    # -- attending --
-
-    def _attend(self) -> None:
-        """Hear who has something to say, and let befall what is due."""
-        busy = [hand for hand in self.hands if hand.task is not None]
-        ready, _, _ = select.select([hand.ours for hand in busy], [], [], self._patience(busy))
-        for hand in busy:
-            if hand.ours in ready:
-                self._hear(hand)
-            elif hand.task is not None:
-                self._befall(hand, hand.task)
-
-    def _patience(self, busy: Sequence[Hand]) -> float:
-        now = time.monotonic()
-        due = [task.until or task.at for hand in busy if (task := hand.task) and (task.fate or task.until)]
-        return max(0.0, min([0.5, *(each - now for each in due)]))
-
-    def _hear(self, hand: Hand) -> None:
-        task, told = hand.task, b""
-        assert task is not None
-        with contextlib.suppress(ConnectionError):
-            while not told.endswith(b"\n") and (piece := hand.ours.recv(1 << 16)):
-                told += piece
-        if not told:
-            self._lost(hand, task)
-            return
-        hand.task = None
-        if task.until:
-            self._let_go(hand, task)
-        said, name = json.loads(told), task.work.__name__
-        allowed = crowd.HEARS[task.work] | self.hazard.hears.get(task.work, set())
-        allowed |= GONE if task.was_taken else set()
-        if not said["kind"]:
-            self.counts.done[name] += 1
-            self.counts.befell["objects freed"] += said["freed"]
-        elif said["kind"] in allowed:
-            self.counts.heard[f"{name}: {said['kind']}"] += 1
-        else:
-            self._found(task, said["message"])
-        if task.work is crowd.takes:
-            self._let_all_go()
-
-    def _lost(self, hand: Hand, task: Task) -> None:
-        _, status = os.waitpid(hand.pid, 0)
-        self._found(task, f"its process ended: {os.waitstatus_to_exitcode(status)}\n{_tail(self.log)}")
-        self._replace(hand)
-
-    def _befall(self, hand: Hand, task: Task) -> None:
-        now = time.monotonic()
-        if task.until and now >= task.until:
-            self._let_go(hand, task)
-        elif now - task.began > STUCK_SECONDS:
-            os.kill(hand.pid, signal.SIGUSR1)
-            time.sleep(1.0)
-            self._found(task, f"nothing came of it for {STUCK_SECONDS} s\n{_tail(self.log)}")
-            self._kill(hand)
-        elif task.fate and now >= task.at:
-            self._meet_fate(hand, task, now)
-
-    def _meet_fate(self, hand: Hand, task: Task, now: float) -> None:
-        held = self._leases_of(hand) if task.fate == "take" else []
-        if task.fate == "take" and not held:
-            task.at = now + 0.05  # there is none yet
-            return
-        fate, task.fate = task.fate, ""
-        if fate == "kill":
-            self._kill(hand)
-            self.counts.befell["killed"] += 1
-            return
-        os.killpg(hand.pid, signal.SIGSTOP)
-        self.counts.befell["stopped"] += 1
-        task.until = now + self.chance.uniform(0.05, 0.5)
-        if fate == "take":
-            task.until, task.was_taken = now + LONGEST_STOP_SECONDS, True
-            self.counts.befell["leases made old"] += 1
-            self.next.append(crowd.takes)
-            old = time.time() - OLD_SECONDS
-            for lease in held:
-                with contextlib.suppress(FileNotFoundError):
-                    os.utime(lease, (old, old))
-
-    def _leases_of(self, hand: Hand) -> list[Path]:
-        """The files of the leases that a hand holds now."""
-        stores = (Store.open(self.place.store), Store.open(self.place.target))
-        return [
-            store.path / "leases" / lease.uuid
-            for store in stores
-            for lease in store.leases.all()
-            if lease.pid == hand.pid
-        ]
-
-    def _let_go(self, hand: Hand, task: Task) -> None:
-        task.until = 0.0
-        os.killpg(hand.pid, signal.SIGCONT)
-
-    def _let_all_go(self) -> None:
-        for hand in self.hands:
-            if hand.task is not None and hand.task.was_taken and hand.task.until:
-                self._let_go(hand, hand.task)
-
-    def _kill(self, hand: Hand) -> None:
-        os.killpg(hand.pid, signal.SIGKILL)
-        os.waitpid(hand.pid, 0)
-        self._replace(hand)
-
-    def _replace(self, hand: Hand) -> None:
-        with contextlib.suppress(OSError):
-            os.killpg(hand.pid, signal.SIGKILL)  # whom it has begun
-        hand.ours.close()
-        self.hands.remove(hand)
-        self.hands.append(self._hire(hand.traits))
-
-    def _found(self, task: Task, what: str) -> None:
-        self.counts.findings.append(f"operation {task.number}, {task.work.__name__} with seed {task.seed}: {what}")
-
-
-def _tail(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")[-4000:] if path.exists() else ""
-
-
-# ---- one run ----
-
-
-def prepared(folder: Path) -> Project:
-    """The project, what its recipes come to, and the stores as each run begins with them."""
-    project = crowd.make_recipes(folder)
-    (folder / "references").mkdir()
-    found = steps.alone(lambda: crowd.references(project, folder / "references"))
-    snapshots = {(at, limit): digest for at, limit, digest in found["snapshots"]}
-    project = replace(project, snapshots=snapshots, contents=found["contents"])
-    steps.alone(lambda: _begin(_place(project, folder / "begin")))
-    return project
-
-
-def _place(project: Project, folder: Path) -> Place:
-    return Place(project, folder / "store", folder / "target", folder / "store" / "index" / "lmdb-1")
-
-
-def _begin(place: Place) -> None:
-    """Everything is there and nothing names it, but what is kept from the beginning to the end, in both stores."""
-    store, target = Store.init(place.store), Store.init(place.target)
-    for at, limit in place.project.snapshots:
-        crowd.build(store, place.project.recipes[at], limit=limit, ref=None)
-    for at, digest in enumerate(place.kept):
-        keeper.hold(store, f"kept/{at}", digest, "from the beginning to the end")
-        keeper.tag(store, f"kept/{at}", digest)
-        copy(store, f"kept/{at}", to=target)
-
-
-def stress(
-    name: str, project: Project, folder: Path, *, hands: int, seed: int, is_enough: Callable[[int], bool]
-) -> Counts:
-    """One hazard: the crowd, and then the accounts."""
-    hazard, began = HAZARDS[name], time.monotonic()
-    if hazard.needs_lies and "lies.so" not in os.environ.get("LD_PRELOAD", ""):
-        raise CannotBe(lies.cannot() or "it was not begun as a command")
-    subprocess.run(["cp", "-a", project.recipes[0].parents[1] / "begin", folder], check=True)
-    place = _place(project, folder)
-    with hazard.disks(place) as here:
-        counts = Crowd(here, hazard, hands=hands, chance=random.Random(seed)).run(is_enough)
-        for each in (here.store, here.target):
-            found = steps.alone(lambda store=each: aftermath.settle(store, project))
-            counts.findings += [f"afterwards, {each.name}: {what}" for what in found["findings"]]
-            counts.files |= {f"{each.name}: {kind}": count for kind, count in found["files"].items()}
-    counts.seconds = time.monotonic() - began
-    return counts
-
-
-# ---- the command ----
+from tests.faults import lies
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hazard", choices=[*HAZARDS, "all"], default="none")
+    parser.add_argument("--hazard", default="none", help="its name in `hazards.HAZARDS`, or `all`")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each hazard")
     parser.add_argument("--operations", type=int, help="of each hazard, instead of a time")
     parser.add_argument("--seed", type=int, default=1)
@@ -505,33 +28,24 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where the stores lie; in memory where that can be")
     parser.add_argument("--json", action="store_true", help="a JSON object for each hazard, on a line")
     asked = parser.parse_args()
+    # Loaded now, so that torch is loaded once, in the run that can be lied to.
+    from tests.faults.conductor import runs  # noqa: PLC0415
+    from tests.faults.hazards import HAZARDS  # noqa: PLC0415
+
+    if asked.hazard not in {*HAZARDS, "all"}:
+        parser.error(f"a hazard is one of all, {', '.join(HAZARDS)}")
     memory = Path("/dev/shm")
     home = asked.folder or (memory if os.access(memory, os.W_OK) else None)
-    torch.set_num_threads(1)  # a process that is forked has one thread
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing stays mounted
     found = 0
     with tempfile.TemporaryDirectory(prefix="zgstore-stress-", dir=home) as folder:
-        project = prepared(Path(folder) / "project")
-        for name in HAZARDS if asked.hazard == "all" else [asked.hazard]:
-            told = _one(name, asked, project, Path(folder))
+        for told in runs(
+            [*HAZARDS] if asked.hazard == "all" else [asked.hazard], Path(folder), hands=asked.hands, seed=asked.seed,
+            seconds=asked.seconds, operations=asked.operations,
+        ):  # fmt: skip
             found += len(told.get("findings", []))
             print(json.dumps(told) if asked.json else _page(told), flush=True)
     return 1 if found else 0
-
-
-def _one(name: str, asked: argparse.Namespace, project: Project, folder: Path) -> dict[str, Any]:
-    until = time.monotonic() + asked.seconds
-
-    def is_enough(began: int) -> bool:
-        return began >= asked.operations if asked.operations else time.monotonic() >= until
-
-    told: dict[str, Any] = {"hazard": name, "seed": asked.seed, "hands": asked.hands}
-    try:
-        counts = stress(name, project, folder / name, hands=asked.hands, seed=asked.seed, is_enough=is_enough)
-    except CannotBe as error:
-        return {**told, "skipped": str(error)}
-    fields = ("done", "heard", "befell", "files", "findings", "seconds")
-    return {**told, **{field: getattr(counts, field) for field in fields}}
 
 
 def _page(told: dict[str, Any]) -> str:
@@ -549,22 +63,6 @@ def _page(told: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"--- {each}" for each in told["findings"])])
 
 
-def _begun_with_lies() -> None:
-    """What is preloaded is there from a process's first moment, so it begins anew, once."""
-    if "lies.so" in os.environ.get("LD_PRELOAD", ""):
-        ctypes.CDLL(None).prctl(_ENDS_WITH_ITS_PARENT, signal.SIGTERM)
-        return
-    if lies.cannot():
-        return
-    with tempfile.TemporaryDirectory(prefix="zgstore-lies-") as folder:
-        made = lies.made(Path(folder))
-        line = [sys.executable, "-m", "tests.faults.stress", *sys.argv[1:]]
-        environment = os.environ | {"LD_PRELOAD": str(made)}
-        anew = subprocess.Popen(line, cwd=ROOT, env=environment)
-        signal.signal(signal.SIGTERM, lambda *_: anew.terminate())
-        sys.exit(anew.wait())
-
-
 if __name__ == "__main__":
-    _begun_with_lies()
+    lies.begin_anew("tests.faults.stress")
     sys.exit(main())
