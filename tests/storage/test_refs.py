@@ -266,6 +266,20 @@ def test_a_name_that_is_gone_and_has_a_log_is_told(refs):
     assert refs.lost() == []
 
 
+def test_a_name_that_is_given_and_moved_while_its_log_is_read_is_not_gone(refs, monkeypatch):
+    moved(refs, A)
+    (refs.root / "refs" / "heads" / "main").unlink()  # logged, and not yet written
+    read = refs._read_entries
+
+    def after_a_pause(*args, **keywords):
+        monkeypatch.setattr(refs, "_read_entries", read)
+        moved(refs, B, C)
+        return read(*args, **keywords)
+
+    monkeypatch.setattr(refs, "_read_entries", after_a_pause)
+    assert refs.lost() == []
+
+
 def test_a_removal_that_is_killed_leaves_a_name_that_follows(refs, monkeypatch):
     moved(refs, A, B, C)
     real, left = os.unlink, [2]

@@ -10,9 +10,10 @@ from zgstore.errors import Corrupt, Invalid, Missing, NotFound
 from zgstore.format.digest import Digest
 from zgstore.format.pages import RootPage
 from zgstore.storage import partials
+from zgstore.storage.leases import Leases
 from zgstore.storage.store import Store
 from zgstore.upkeep import collector
-from zgstore.upkeep.survey import Problem
+from zgstore.upkeep.survey import Problem, Survey
 from zgstore.upkeep.verifier import failure, verify
 
 
@@ -300,3 +301,18 @@ def test_what_is_examined_is_kept_while_it_is(store):
     collector.collect(store, now=True)
     assert list(found) == []
     assert [lease for lease in store.leases.all() if lease.alive] == []
+
+
+@pytest.mark.parametrize(("where", "what"), [(Survey, "walk"), (Leases, "name")])
+def test_what_is_named_and_taken_away_meanwhile_is_no_problem(store, monkeypatch, where, what):
+    """Its record neither: the walk comes after the lease, and the names are looked up under the lock."""
+    publish(store, "main", [1, 2, 3])
+    go_on = getattr(where, what)
+
+    def after_a_collection(*args):
+        store.refs.remove("main", "head")
+        assert collector.collect(store, now=True).kept.keys() <= {"lease"}
+        go_on(*args)
+
+    monkeypatch.setattr(where, what, after_a_collection)
+    assert list(verify(store)) == []

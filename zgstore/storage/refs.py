@@ -291,7 +291,8 @@ class Refs:
             logged = dict.fromkeys(path.rpartition("/")[0] for path in self._files.names(("reflog", folder)))
             for name in sorted(set(logged) - {"", *self._files.names(("refs", folder))}):
                 entries = self._entries(name, kind, damaged=[])
-                if entries:
+                # One that is being given for the first time has its log first, and may move on while this is read.
+                if entries and name not in self._files.names(("refs", folder)):
                     found.append((name, kind, tuple(entries)))
         return found
 

@@ -128,6 +128,11 @@ class Survey:
             self._name_all()
         return list(self._names)
 
+    def named(self) -> Iterator[Digest]:
+        """The same and the records that tell of it; looked up no sooner than the first is asked for."""
+        yield from self.snapshots()
+        yield from self._records
+
     def _name_one(self, rev: str | Digest) -> None:
         try:
             digest = rev if isinstance(rev, Digest) else self.store.resolve(rev)

@@ -134,7 +134,8 @@ class Verification:
                 lease = self._store.leases.try_take("verify")
                 if lease is not None:
                     stack.callback(lease.close)
-                    self._store.leases.name(lease, self._survey.snapshots())
+                    # An iterator: names are looked up under the lock too, so that none is of what is gone by then.
+                    self._store.leases.name(lease, self._survey.named())
             yield
 
     def _examined(self) -> Iterator[Problem]:
