@@ -54,6 +54,11 @@ def test_a_time_has_its_unit():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("seconds", [None, float("nan"), float("inf"), 1e300, -1e300])
+def test_a_moment_that_no_calendar_has_is_left_out(seconds):
+    assert units.time_text(seconds) == ""
+
+
 def test_a_long_name_loses_its_middle():
     text = units.middle("model.language_model.layers.27.self_attn:out", 20)
     assert len(text) == 20

@@ -73,8 +73,11 @@ def duration_text(seconds: float) -> str:
 
 
 def time_text(seconds: float | None) -> str:
-    """A moment in local time, to the minute; empty where there is none."""
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    """A moment in local time, to the minute; empty where there is none, or none that a calendar has."""
+    try:
+        return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    except (ValueError, OverflowError, OSError):
+        return ""
 
 
 def short(digest: object) -> str:
