@@ -191,8 +191,16 @@ def test_a_builder_that_slept_in_the_middle_of_a_hold_moves_no_ref_to_what_is_go
 def test_a_builder_that_slept_in_the_middle_of_a_hold_takes_back_what_is_in_the_trash(store, session, monkeypatch):
     snapshot = write(session, "one")
     blobs = list(store.objects.names("objects"))
+    real, holds = Leases.store_lock, []
+
+    def counted(leases, **how):
+        holds.append(how)
+        return real(leases, **how)
+
+    monkeypatch.setattr(Leases, "store_lock", counted)
 
     def meanwhile():
+        holds.clear()
         take_away(session)
         assert store.objects.all_to_trash("1", [("objects", Digest(raw)) for raw in blobs])
 
@@ -200,6 +208,7 @@ def test_a_builder_that_slept_in_the_middle_of_a_hold_takes_back_what_is_in_the_
     digest = session.publish(snapshot, ref="main")
     assert store.refs.get("main") == digest
     assert sorted(store.objects.names("objects")) == sorted(blobs)
+    assert holds == [{"exclusive": False}]  # the lock that it had may be another's by now
 
 
 @pytest.mark.parametrize("give", ["tag", "hold"])

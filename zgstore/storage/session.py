@@ -129,14 +129,15 @@ class Session:
         return hits
 
     @contextlib.contextmanager
-    def _step(self) -> Iterator[None]:
+    def _step(self) -> Iterator[contextlib.ExitStack]:
         """Hold the store lock shared, and see that the lease is still linked; if not, take it and reserve again."""
         if self._pid != os.getpid():
             raise Invalid("this session belongs to the process that this one was forked from", hint="open another")
-        with self._mutex, self.store.leases.store_lock(exclusive=False):
+        with self._mutex, contextlib.ExitStack() as hold:
+            hold.enter_context(self.store.leases.store_lock(exclusive=False))
             if not self.store.leases.see_linked(self._lease):
                 self._look_again()
-            yield
+            yield hold
 
     def _name(self, raws: Iterable[bytes], family: str) -> None:
         reserved = self._reserved[family]
@@ -200,7 +201,7 @@ class Session:
         if record is not None:
             drafts.append((digest_of("record", record.encode()), "record", self._written("record", record.encode())))
         self.sync()  # of what is many before the lock, so that it is held for milliseconds
-        with self._step():
+        with self._step() as hold:
             self._require(digest, parts)
             self._name([each.raw for each, _, _ in drafts], "meta")
             with partials.alone(self.store.path, mode=self.store.file_mode):
@@ -214,7 +215,7 @@ class Session:
                 told = drafts[1][0] if record is not None else None
                 self.store.refs.move(
                     ref, kind, digest, expect=expect, record=told,
-                    last_look=lambda: self._see_it_stayed(digest, parts, [each.raw for each, _, _ in drafts]),
+                    last_look=lambda: self._see_it_stayed(hold, digest, parts, [each.raw for each, _, _ in drafts]),
                 )  # fmt: skip
         return digest
 
@@ -233,12 +234,12 @@ class Session:
         expected = partials.expected(self.store.path, digest)
         parts = self._parts(snapshot, expected)
         self.sync()
-        with self._step():
+        with self._step() as hold:
             self._require(digest, parts)
             if self._bring_back([digest.raw], "meta"):
                 raise self.store.objects.missing(digest, "meta")
             self.sync()
-            yield lambda: self._see_it_stayed(digest, parts, [digest.raw])
+            yield lambda: self._see_it_stayed(hold, digest, parts, [digest.raw])
 
     def adopt(self, digest: Digest) -> Snapshot:
         """Reserve an existing snapshot with all that it refers to, out of the trash where it is there.
@@ -284,14 +285,18 @@ class Session:
         if absent:
             raise missing_parts(snapshot, [Digest(raw) for raw in absent])
 
-    def _see_it_stayed(self, snapshot: Digest, parts: Mapping[str, Sequence[bytes]], itself: Sequence[bytes]) -> None:
+    def _see_it_stayed(
+        self, hold: contextlib.ExitStack, snapshot: Digest, parts: Mapping[str, Sequence[bytes]], own: Sequence[bytes]
+    ) -> None:
         """Look once more, if a host that slept since the first look has lost its lease, and with it lock and objects.
 
         With the lease still there all of it is, until whatever keeps it from now on.
         """
-        if not self.store.leases.see_linked(self._lease):
+        if not self._lease.linked():
+            hold.enter_context(self.store.leases.store_lock(exclusive=False))  # a file server gave the first away
+            self.store.leases.see_linked(self._lease)
             self._look_again()
-            self._require(snapshot, {**parts, "meta": [*parts["meta"], *itself]})
+            self._require(snapshot, {**parts, "meta": [*parts["meta"], *own]})
             self.sync()
 
     def _mark_part(self, snapshot: Digest, columns: Sequence[str] | None, *, was_here: bool) -> None:

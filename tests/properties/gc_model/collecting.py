@@ -8,6 +8,7 @@ from tests.properties.gc_model.protocol import Protocol
 from tests.properties.gc_model.world import (
     BLOB,
     BOTH,
+    COMING,
     LINKED,
     NO_FILE,
     OLD,
@@ -205,7 +206,7 @@ def _garbage(state: State) -> int:
     store = state.store
     if any(process.step not in OVER for process in state.processes):
         return 0
-    kept = BOTH if store.names & PROMISED else 0
+    kept = BOTH if store.names & (PROMISED | COMING) else 0
     if not state.graces:
         return (store.here | store.trash) & ~kept
     kept |= BOTH if store.young & SNAPSHOT else store.young

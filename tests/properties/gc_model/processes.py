@@ -12,6 +12,7 @@ from tests.properties.gc_model.protocol import Protocol
 from tests.properties.gc_model.world import (
     BLOB,
     BOTH,
+    COMING,
     ENDED,
     HEAD,
     LINKED,
@@ -33,12 +34,15 @@ Steps = Iterator[tuple[str, Store, Process]]
 
 # Steps that are taken under the store lock, shared; in the middle of some of them it is still held.
 LOCKED = {
-    "builder": frozenset({"reserve", "look", "append", "pages", "publish", "snapshot in", "ref"}),
-    "tagger": frozenset({"confirm", "tag"}),
+    "builder": frozenset({"reserve", "look", "append", "pages", "publish", "snapshot in", "ref", "last look", "show"}),
+    "tagger": frozenset({"confirm", "tag", "last look", "show"}),
     "reader": frozenset({"name"}),
     "follower": frozenset({"name"}),
 }
-IN_HOLD = frozenset({"snapshot in", "ref", "tag"})
+IN_HOLD = frozenset({"snapshot in", "ref", "tag", "last look", "show"})
+# Movers of refs keep each other out from one of these to the last.
+MOVING = frozenset({"last look", "show"})
+MOVES = frozenset({"ref", "tag"})
 NOTICING = frozenset({"reserve", "append", "pages", "publish"})  # a writer's holds begin with a look at its lease
 
 
@@ -79,6 +83,8 @@ def builder_steps(store: Store, me: Process, protocol: Protocol) -> Steps:
         yield "reserve the snapshot", store, me._replace(step="publish", lease=me.lease | SNAPSHOT)
     elif me.step in {"publish", "snapshot in", "ref"}:
         yield from _publish(store, me, protocol)
+    elif me.step in MOVING:
+        yield from _show(store, me, HEAD, protocol)
     elif me.step == "close":
         yield "close lease", store, ENDED
     elif me.step == "close early":
@@ -154,10 +160,37 @@ def _publish(store: Store, me: Process, protocol: Protocol) -> Steps:
     if not protocol.publishes_in_one_hold and me.linked == TAKEN:
         # A hold of its own begins as each does, with a look at the lease, and says nothing of what was in the other.
         store, me = _taken_again(store, me, protocol)
-    store = _moved(store, me) if protocol.names_last else _in(store, protocol)
+    if protocol.names_last and me.kind != "nameless":
+        yield "reflog appended, killed" if protocol.holds else "reflog appended", *_logged(store, me, protocol)
+    if protocol.holds or not protocol.names_last or me.kind == "nameless":
+        store = _moved(store, me) if protocol.names_last else _in(store, protocol)
+        yield "ref moved", *_shown(store, me, protocol)
+
+
+def _logged(store: Store, me: Process, protocol: Protocol) -> tuple[Store, Process]:
+    """The reflog tells what is about to be named. Under a hold that holds, only a kill comes between this and that."""
+    return store._replace(names=store.names | COMING), ENDED if protocol.holds else me._replace(step="last look")
+
+
+def _show(store: Store, me: Process, name: int, protocol: Protocol) -> Steps:
+    """Look once more if the lease was taken since the first look, then move the ref."""
+    if me.step == "show":
+        yield "show", *_shown(store._replace(names=store.names & ~COMING | name), me, protocol)
+        return
+    if me.linked != LINKED and me.lease != NO_LEASE and protocol.looks_once_more:
+        store = restored(store, BOTH, protocol)
+        if store.here & BOTH != BOTH:
+            yield "last look: gone, take the entry back", store._replace(names=store.names & ~COMING), ENDED
+            return
+        me = me._replace(lease=BOTH, linked=LINKED)
+    yield "last look", store, me._replace(step="show")
+
+
+def _shown(store: Store, me: Process, protocol: Protocol) -> tuple[Store, Process]:
+    """A ref was moved: followers are told, and the lease is closed."""
     if me.kind == "grower" and store.file != NO_FILE:
         store = store._replace(file=BOTH)
-    yield "ref moved", store, me._replace(step="close") if protocol.closes_last else ENDED
+    return store, ENDED if me.kind == "tagger" or not protocol.closes_last else me._replace(step="close")
 
 
 def _in(store: Store, protocol: Protocol) -> Store:
@@ -189,12 +222,16 @@ def tagger_steps(store: Store, me: Process, protocol: Protocol) -> Steps:
             # Each rename is a step of its own to a kill, but not to the collector, which waits for the lock.
             yield "restore the blob, killed", restored(store, BLOB, protocol), ENDED
             store = restored(store, BOTH, protocol)
+        me = me._replace(step="tag", lease=BOTH, linked=LINKED)
         if protocol.holds:
-            yield "confirm and tag", store._replace(names=store.names | TAG), ENDED
+            yield "confirm, reflog appended, killed", *_logged(store, me, protocol)
+            yield "confirm and tag", *_shown(store._replace(names=store.names | TAG), me, protocol)
         else:
-            yield "confirm", store, me._replace(step="tag", lease=BOTH, linked=LINKED)
+            yield "confirm", store, me
     elif me.step == "tag":
-        yield "tag", store._replace(names=store.names | TAG), ENDED
+        yield "reflog appended", *_logged(store, me, protocol)
+    elif me.step in MOVING:
+        yield from _show(store, me, TAG, protocol)
 
 
 # --- Readers --------------------------------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ class Protocol:
     publish_looks: bool = True
     publishes_in_one_hold: bool = True
     names_last: bool = True
+    looks_once_more: bool = True
+    last_look_locks: bool = True
     closes_last: bool = True
     tagging_looks: bool = True
     copies_reserve_what_is_there: bool = True
@@ -79,10 +81,13 @@ class Protocol:
     refuses_without_locks: bool = True
     one_clock: bool = True
 
+    #: No promise: whether what is done under a hold is searched step by step, though the lock keeps others out.
+    in_pieces: bool = False
+
     @property
     def holds(self) -> bool:
         """Whether a hold of the store lock keeps the others out: then what is done under it is one step."""
-        return self.writers_lock and self.readers_lock and self.collector_locks
+        return self.writers_lock and self.readers_lock and self.collector_locks and not self.in_pieces
 
 
-PROMISES = tuple(field.name for field in fields(Protocol))
+PROMISES = tuple(field.name for field in fields(Protocol) if field.default)

@@ -47,6 +47,8 @@ def world_steps(*events: Event) -> Callable[[State, Protocol], Iterator[tuple[st
     def steps(state: State, protocol: Protocol) -> Iterator[tuple[str, State]]:
         if not state.locks_work:
             protocol = _without_locks(protocol)
+        if state.in_pieces:
+            protocol = _in_pieces(protocol)
         yield from _processes(state, protocol)
         yield from _collectors(state, protocol)
         for event in events:
@@ -60,6 +62,11 @@ def _without_locks(protocol: Protocol) -> Protocol:
     return replace(protocol, collector_locks=False)
 
 
+@cache
+def _in_pieces(protocol: Protocol) -> Protocol:
+    return replace(protocol, in_pieces=True)
+
+
 def _processes(state: State, protocol: Protocol) -> Iterator[tuple[str, State]]:
     is_alone = any(each.step in collecting.IN_HOLD for each in state.collectors)
     if is_alone and not protocol.unlinks_aside:
@@ -68,6 +75,8 @@ def _processes(state: State, protocol: Protocol) -> Iterator[tuple[str, State]]:
         if me.step in OVER:
             continue
         others = (*state.processes[:at], *state.processes[at + 1 :])
+        if me.step in processes.MOVES and any(other.step in processes.MOVING for other in others):
+            continue
         if not (is_alone and me.step in processes.LOCKED[me.kind] and _excludes(me, protocol)):
             for name, store, after in processes.STEPS[me.kind](state.store, me, protocol):
                 yield f"{me.kind}: {name}", _with(state, store, others, after)
@@ -82,13 +91,17 @@ def _with(state: State, store: Store, others: tuple[Process, ...], me: Process) 
 def _excludes(me: Process, protocol: Protocol) -> bool:
     """Whether the store lock keeps this process and a collector apart."""
     takes = protocol.readers_lock if me.kind in {"reader", "follower"} else protocol.writers_lock
+    if me.linked == TAKEN and me.step in processes.IN_HOLD:
+        # It slept within a hold, and its file server gave the lock away; the last look takes it anew.
+        takes = takes and me.step == "last look" and protocol.last_look_locks
     return takes and protocol.collector_locks
 
 
 def _is_held(state: State, protocol: Protocol) -> bool:
     """Whether somebody holds the store lock, shared, between two steps."""
     return protocol.publishes_in_one_hold and any(
-        each.step in processes.IN_HOLD and _excludes(each, protocol) for each in state.processes
+        each.step in processes.IN_HOLD and each.linked != TAKEN and _excludes(each, protocol)
+        for each in state.processes
     )
 
 
@@ -122,7 +135,7 @@ def ref_removed(state: State, protocol: Protocol) -> Iterator[tuple[str, State]]
 def lease_taken(state: State, protocol: Protocol) -> Iterator[tuple[str, State]]:
     """A host sleeps for longer than every grace, so a collector elsewhere takes its lease for dead; then it wakes."""
     store = state.store
-    if not store.misfortunes or _is_held(state, protocol):
+    if not store.misfortunes or (_is_held(state, protocol) and not state.in_pieces):
         return
     less = store._replace(misfortunes=store.misfortunes - 1)
     for at, me in enumerate(state.processes):
@@ -167,11 +180,12 @@ def repaired(state: State, _: Protocol) -> Iterator[tuple[str, State]]:
 # --- The scenarios --------------------------------------------------------------------------------------------------
 
 
-def _starts(kinds: str, stores: list[Store], **how: object) -> list[State]:
-    beginning = {"tagger": "resolve", "copier": "plan"}
-    people = tuple(sorted(Process(kind, beginning.get(kind, "begin")) for kind in kinds.split()))
-    collectors = how.pop("collectors", (Collector(runs=2),))
-    return [State(store, people, collectors, **how) for store in stores]  # type: ignore[arg-type]
+def _starts(groups: tuple[str, ...], stores: list[Store], **how: object) -> list[State]:
+    """Each group of processes beside each store."""
+    first = {"tagger": "resolve", "copier": "plan"}
+    how = {"collectors": (Collector(runs=2),), **how}
+    people = [tuple(sorted(Process(kind, first.get(kind, "begin")) for kind in group.split())) for group in groups]
+    return [State(store, each, **how) for each in people for store in stores]  # type: ignore[arg-type]
 
 
 def _any_of(*violations: Callable[[State], str | None]) -> Callable[[State], str | None]:
@@ -186,45 +200,42 @@ SAFE = _any_of(lost, broken, littered)
 
 
 def of_stores(*, deep: bool = False) -> list[Scenario]:
-    """All scenarios; ``deep``: with more processes, and more misfortunes."""
-    more = "builder " if deep else ""
-    sleepy = [store._replace(misfortunes=2 if deep else 1) for store in ORPHANS]
-    kept = [Store(here=BOTH, names=name) for name in (HEAD, TAG, REFLOG, HOLD, 0)]
+    """All scenarios; ``deep``: of all that are alternatives else at once, and a build beside the others."""
+
+    def meet(*groups: str) -> tuple[str, ...]:
+        together = " ".join(dict.fromkeys(" ".join(groups).split()))
+        return (f"{together} builder",) if deep else groups
+
+    moved, slept = world_steps(ref_removed), world_steps(ref_removed, lease_taken)
+    sleepy = _once(ORPHANS)
+    named = [Store(here=BOTH, names=name) for name in (HEAD, TAG, REFLOG, HOLD, 0)]
     unreadable = [Store(here=BOTH, names=name, damaged=True) for name in (HEAD, 0)]
-    shared = [
-        store._replace(misfortunes=1)
-        for store in (Store(here=BOTH, names=HEAD), Store(here=BOTH, trash=BLOB), Store(here=SNAPSHOT, trash=BLOB))
-    ]
-    made = [
-        Store(memo=UNKNOWN),
-        Store(memo=OLD),
-        Store(here=BLOB, memo=YOUNG, recent=BLOB),
-        Store(trash=BLOB, memo=OLD),
-    ]
-    aging = [store._replace(misfortunes=1) for store in made]
+    shared = [Store(here=BOTH, names=HEAD), Store(here=BOTH, trash=BLOB)]
+    made = [Store(), Store(memo=OLD), Store(here=BLOB, memo=YOUNG, recent=BLOB), Store(trash=BLOB, memo=OLD)]
     unnamed = [Store(here=BLOB), Store(here=BLOB, trash=SNAPSHOT), Store()]
+    two = (Collector(), Collector())
     return [
-        Scenario("builders", _starts(more + "builder builder tagger", ORPHANS), world_steps(ref_removed), SAFE),
-        Scenario("sleeper", _starts(more + "builder tagger", sleepy), world_steps(ref_removed, lease_taken), SAFE),
-        Scenario("readers", _starts(more + "reader builder", shared), world_steps(ref_removed, lease_taken), SAFE),
-        Scenario("copy", _starts(more + "copier builder", ORPHANS), world_steps(ref_removed), SAFE),
+        Scenario("builders", _starts(meet("builder builder", "builder tagger"), ORPHANS), moved, SAFE),
+        Scenario("sleeper", _starts(meet("builder", "tagger"), sleepy), slept, SAFE),
+        Scenario("asleep", _starts(meet("builder", "tagger"), sleepy, in_pieces=True), slept, SAFE),
+        Scenario("readers", _starts(meet("reader builder"), _once(shared)), slept, SAFE),
+        Scenario("copy", _starts(meet("copier builder"), ORPHANS), moved, SAFE),
+        Scenario("follower", _starts(meet("follower grower"), sleepy[1::2]), slept, FOLLOWED),
         Scenario(
-            "follower", _starts(more + "follower grower", sleepy), world_steps(ref_removed, lease_taken), FOLLOWED
+            "actions", _starts(("resumer",), _once(made), graces=True),
+            world_steps(ref_removed, hour_passed, week_passed), AGED,
         ),
-        Scenario(
-            "actions", _starts("resumer", aging, graces=True), world_steps(ref_removed, hour_passed, week_passed), AGED
-        ),
-        Scenario("unnamed", _starts("nameless", unnamed, graces=True), world_steps(hour_passed), _any_of(aged, lost)),
-        Scenario("names", _starts("", kept + unreadable), world_steps(ref_removed, month_passed, repaired), SAFE),
-        Scenario(
-            "mistakes", _starts("builder tagger", ORPHANS, locks_work=False, owner=True), world_steps(ref_removed), gone
-        ),
-        Scenario(
-            "collectors", _starts("builder tagger", ORPHANS, collectors=(Collector(), Collector())),
-            world_steps(ref_removed), SAFE,
-        ),
-        Scenario("no locks", _starts("builder tagger", ORPHANS, locks_work=False), world_steps(ref_removed), SAFE),
+        Scenario("unnamed", _starts(("nameless",), unnamed, graces=True), world_steps(hour_passed), AGED),
+        Scenario("names", _starts(("",), named + unreadable), world_steps(ref_removed, month_passed, repaired), SAFE),
+        Scenario("collectors", _starts(("builder tagger",), ORPHANS, collectors=two), moved, SAFE),
+        Scenario("no locks", _starts(("builder tagger",), ORPHANS, locks_work=False), moved, SAFE),
+        Scenario("mistakes", _starts(("builder", "tagger"), ORPHANS, locks_work=False, owner=True), moved, gone),
     ]  # fmt: skip
+
+
+def _once(stores: list[Store]) -> list[Store]:
+    """The same, with one misfortune to come."""
+    return [store._replace(misfortunes=1) for store in stores]
 
 
 def _file_kept(state: State) -> str | None:

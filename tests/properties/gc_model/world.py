@@ -14,6 +14,7 @@ BOTH = BLOB | SNAPSHOT
 HEAD, TAG, REFLOG, HOLD = 1, 2, 4, 8  # the names that there may be, each of the one snapshot
 PROMISED = HEAD | TAG | REFLOG | HOLD
 STALE = 16  # a reflog that should keep nothing any more
+COMING = 32  # a reflog's entry of a move that is about to take place, or never did
 NO_LEASE = -1
 NO_FILE = -1
 # A lease's file is there; was taken for dead since its holder's last hold; was taken, and a hold did not notice.
@@ -65,6 +66,7 @@ class State(NamedTuple):
     graces: bool = False  # whether ages count; with --now they do not
     locks_work: bool = True
     owner: bool = False  # whether somebody says that locks need not work
+    in_pieces: bool = False  # whether a host may sleep within a hold, and its file server give the lock to others
 
 
 def leased(state: State, protocol: Protocol) -> int:
@@ -81,7 +83,7 @@ def named(store: Store, protocol: Protocol) -> int:
     """The snapshot, if a name keeps it."""
     kinds = (
         HEAD * protocol.heads_keep | TAG * protocol.tags_keep | REFLOG * protocol.reflogs_keep
-        | HOLD * protocol.holds_keep | STALE
+        | HOLD * protocol.holds_keep | STALE | COMING
     )  # fmt: skip
     return SNAPSHOT if store.names & kinds else 0
 
