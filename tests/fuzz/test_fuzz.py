@@ -16,7 +16,7 @@ from zgstore.format import canonical
 from zgstore.storage.leases import _boot
 
 TARGETS = targets.all_targets()
-EXAMPLES = 350  # of the fastest; the suite lends each about a second
+EXAMPLES = 500  # of the fastest; the suite lends each about a second
 
 
 @pytest.mark.parametrize("name", TARGETS)
