@@ -23,7 +23,7 @@ from zgstore.format.digest import Digest, digest_of
 from zgstore.format.pages import RowsRoot
 from zgstore.storage import leases, partials
 from zgstore.storage.store import Store
-from zgstore.upkeep import collector
+from zgstore.upkeep import collector, gcplan
 from zgstore.upkeep.verifier import verify
 
 DAY = 86400.0
@@ -305,6 +305,24 @@ def test_a_snapshot_born_without_a_ref_between_plan_and_deed_keeps_its_old_blobs
     )
     assert born[0] != old
     assert blobs | {born[0].hex} <= objects_in(store)
+
+
+def test_what_a_lease_named_before_it_was_there_is_born_since_the_roots_were_read(store, later, monkeypatch):
+    snapshot = publish(store, None, [1])
+    later(2 * 3600)
+    store.objects.to_trash("1", snapshot, "meta")
+    mark = gcplan._mark
+
+    def then_it_comes_back(*args):
+        marks = mark(*args)
+        assert store.objects.restore(snapshot, "meta")
+        return marks
+
+    monkeypatch.setattr(gcplan, "_mark", then_it_comes_back)
+    with store.leases.take("read") as reader:
+        store.leases.name(reader, [snapshot])
+        collector.collect(store, now=True)
+        assert everything_of(store, snapshot) <= objects_in(store)
 
 
 def test_a_snapshot_born_within_the_tick_of_the_last_look_is_seen_all_the_same(store):

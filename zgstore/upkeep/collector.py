@@ -1,6 +1,6 @@
 """A store collected: what nothing keeps goes to the trash, and a grace later for good (FORMAT 1, § 8).
 
-The order is the proof: ``tests/properties/gc_model.py`` has the same steps under the same names, and searches every
+The order is the proof: ``tests/properties/gc_model`` has the same steps under the same names, and searches every
 interleaving of them. Steps (1) to (3), in ``gcplan``, make a plan, which is what a dry run reports. Steps (4) and (5)
 are here: lock, re-read, re-check, rename, in small batches; unlink outside the lock. Renames and unlinks alone: so a
 full disk can be collected.

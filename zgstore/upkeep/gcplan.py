@@ -176,7 +176,7 @@ def plan(
     # (1) Lock exclusive: read the roots.
     with store.leases.store_lock(exclusive=True):
         found = roots(store, retention=rules.retention, now=rules.now)
-    # (2) Unlocked: mark.
+    # (2) Unlocked: mark. What is there is listed before: what comes later is born since, whatever leases say of it.
     listed = {family: b"".join(store.objects.packed_names(family)) for family in FAMILIES}
     marks = _mark(store, found, listed["meta"])
     # (3) Candidates: listed and not marked.
