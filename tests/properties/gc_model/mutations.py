@@ -27,6 +27,7 @@ MUTATIONS = (
     Mutation("heads_keep", "names", "lost", 3),
     Mutation("tags_keep", "names", "lost", 4),
     Mutation("reflogs_keep", "names", "lost", 4),
+    Mutation("coming_moves_keep", "asleep", "lost", 12),
     Mutation("holds_keep", "names", "lost", 4),
     Mutation("leases_keep", "builders", "broken", 6),
     Mutation("leased_snapshots_reach", "readers", "broken", 8),

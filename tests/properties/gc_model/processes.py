@@ -135,7 +135,7 @@ def _look(store: Store, me: Process, protocol: Protocol) -> Steps:
 def _publish(store: Store, me: Process, protocol: Protocol) -> Steps:
     """Publish and ref under one hold: every blob present, snapshot in, ref moved."""
     if me.step == "publish":
-        if protocol.publish_looks and not (not protocol.looks_at_files and store.memo != UNKNOWN):
+        if protocol.publish_looks and (protocol.looks_at_files or store.memo == UNKNOWN):
             if me.lease != NO_LEASE:
                 me = me._replace(lease=me.lease | BLOB)
             if not store.here & BLOB and not (store.trash & BLOB and protocol.restores):

@@ -17,6 +17,7 @@ class Protocol:
     heads_keep: bool = True
     tags_keep: bool = True
     reflogs_keep: bool = True
+    coming_moves_keep: bool = True
     holds_keep: bool = True
     leases_keep: bool = True
     leased_snapshots_reach: bool = True

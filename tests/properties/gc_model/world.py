@@ -83,7 +83,7 @@ def named(store: Store, protocol: Protocol) -> int:
     """The snapshot, if a name keeps it."""
     kinds = (
         HEAD * protocol.heads_keep | TAG * protocol.tags_keep | REFLOG * protocol.reflogs_keep
-        | HOLD * protocol.holds_keep | STALE | COMING
+        | HOLD * protocol.holds_keep | COMING * protocol.coming_moves_keep | STALE
     )  # fmt: skip
     return SNAPSHOT if store.names & kinds else 0
 
