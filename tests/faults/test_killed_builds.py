@@ -81,6 +81,39 @@ def test_a_killed_build_leaves_a_sound_store_and_resumes_to_the_same_snapshot(tm
     assert not list(verify(store))
 
 
+DYING = """
+
+_whole = Teacher.forward
+_calls = 0
+
+
+def _dying(self, input_ids, attention_mask=None):
+    global _calls
+    _calls += 1
+    if _calls == int(pathlib.Path(__file__).with_name("dies-at").read_text()):
+        import os, signal
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _whole(self, input_ids, attention_mask)
+
+
+Teacher.forward = _dying
+"""
+
+
+def test_a_build_killed_in_the_middle_of_a_shard_repeats_that_one_and_at_most_the_one_before(tmp_path):
+    """Though its teacher is far faster than its disk: two batches a shard, killed in the first of the twenty-first."""
+    path, _ = make_project(tmp_path / "p", code=CODE + DYING, rows=120)
+    (tmp_path / "p" / "dies-at").write_text("41")
+    process = start(Store.init(tmp_path / "store"), path)
+    process.communicate(timeout=100)
+    assert process.returncode == -signal.SIGKILL
+    (tmp_path / "p" / "dies-at").write_text("0")
+    report = build(Store.open(tmp_path / "store"), path)
+    assert report.shards_reused >= 20 - 1
+    assert report.shards_built <= 30 - 19
+    assert report.snapshot == build(Store.init(tmp_path / "whole"), path).snapshot
+
+
 def test_two_workers_one_killed_restarted_as_three_give_the_same_snapshot(tmp_path, project):
     path, whole = project
     store = Store.init(tmp_path / "store")

@@ -249,13 +249,18 @@ def _run_share(
 ) -> None:
     replay = Replay(run.source.recipe, run.inputs, limit=run.limit)
     pool = Pool()
+    before: threading.Event | None = None
     with _Hooks(run.source, module, pool) as hooks:
         for task in tasks:
             if over.is_set() or run.stop():
                 return
             left = run.refresh(task)
             if left.wanted:
-                _run_shard(run, background, hooks, replay, left)
+                finished = _run_shard(run, background, hooks, replay, left)
+                # A teacher that is faster than the disk would run ahead by shards, and a kill would cost them all.
+                if before is not None:
+                    background.wait(before)
+                before = finished
 
 
 class _Hooks:
@@ -288,8 +293,8 @@ class _Hooks:
         return self._capturer
 
 
-def _run_shard(run: Run, background: Background, hooks: _Hooks, replay: Replay, task: Task) -> None:
-    """Hand the shard's batches over, then its end."""
+def _run_shard(run: Run, background: Background, hooks: _Hooks, replay: Replay, task: Task) -> threading.Event:
+    """Hand the shard's batches over, then its end; what is returned is set when it is finished."""
     shard, inputs, recipe = task.shard, run.inputs, run.source.recipe
     filters = recipe.capture.extractor is not None
     lengths = None
@@ -316,11 +321,15 @@ def _run_shard(run: Run, background: Background, hooks: _Hooks, replay: Replay, 
     run.teacher_seconds += seconds
     captured = Captured(shard, task.wanted, draft, left_out, seconds)
 
+    finished = threading.Event()
+
     def finish() -> None:
         run.finish(captured)
         run.drafts.remove(draft)
+        finished.set()
 
     background.submit(lambda: _timed(run, finish))
+    return finished
 
 
 def _still_needed(run: Run, task: Task, tensors: Mapping[str, Tensor], packed: Collection[str]) -> int:

@@ -73,6 +73,14 @@ class Background:
         """
         done = threading.Event()
         self.submit(done.set)
+        self.wait(done)
+
+    def wait(self, done: threading.Event) -> None:
+        """Wait until a queued work has set this.
+
+        Raises:
+            Whatever the thread raised meanwhile.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._cause or done.is_set())
             self._raise()
