@@ -23,6 +23,7 @@ import json
 from typing import Any, ClassVar, Final, Self
 
 _CARRIED: Final = "\nzgstore error: "
+MAX_CHARACTERS: Final = 2000  # of a message, or a hint: what it quotes may be as long as its author liked
 
 
 class ZgError(Exception):
@@ -39,10 +40,13 @@ class ZgError(Exception):
     exit_code: ClassVar[int] = 2
 
     def __init__(self, message: str, *, hint: str | None = None, **fields: object) -> None:
-        super().__init__(message)
         if hint is None:
+            super().__init__(message)
             message, hint, carried = _unpacked(message)
             fields |= carried
+        else:
+            message, hint = _bounded(message), _bounded(hint)
+            super().__init__(message)
         self.message = message
         self.hint = hint
         self.fields = fields
@@ -61,6 +65,11 @@ class ZgError(Exception):
 
 def _rebuild(error: type[ZgError], message: str, hint: str, fields: dict[str, object]) -> ZgError:
     return error(message, hint=hint, **fields)
+
+
+def _bounded(text: str) -> str:
+    """The text, without its middle where it is too long."""
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 203]} … {text[-200:]}"
 
 
 def _unpacked(text: str) -> tuple[str, str, dict[str, Any]]:

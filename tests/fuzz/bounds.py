@@ -11,11 +11,10 @@ from typing import Any
 
 from tests.faults.hostile import BOUND_BYTES, begin_peak, peak_bytes
 from tests.fuzz.trees import Choose
-from zgstore.errors import ZgError
+from zgstore.errors import MAX_CHARACTERS, ZgError
 
 SECONDS = 5.0  # of processor time, for one input; a core that is lent to others makes it no shorter
 MAX_INPUT_BYTES = 1 << 16
-MESSAGE_CHARACTERS = 1 << 13
 
 
 class TooSlow(BaseException):
@@ -65,7 +64,8 @@ class Target:
 def see_refusal(error: ZgError) -> None:
     """That it says what to do, is not as long as what it refuses, and does not hide that memory ran out."""
     require(bool(error.message and error.hint), f"{error.kind} without a remedy")
-    require(len(error.message) + len(str(error.hint)) < MESSAGE_CHARACTERS, f"{error.kind} of {len(error.message)}")
+    longest = max(len(error.message), len(str(error.hint)))
+    require(longest <= MAX_CHARACTERS, f"{error.kind} of {longest} characters")
     cause: BaseException | None = error
     while cause is not None:
         short = isinstance(cause, MemoryError) or "allocate memory" in str(cause)[:1000]

@@ -117,6 +117,7 @@ FOUND = [
     ("lock file", b"main = 3", "'main'"),
     ("lock file", b"a = " + DEEP, "deep"),
     ("configuration", b"a = " + DEEP, "deep"),
+    ("configuration", b'format = 1\nrequires = ["' + b"x" * 20_000 + b'"]', "needs the feature"),
 ]
 
 

@@ -243,7 +243,7 @@ def check_features(what: str, number: int, requires: Sequence[str]) -> None:
     """Refuse what a later version wrote and this one cannot read, by name."""
     unknown = [str(name) for name in requires if not isinstance(name, str) or name not in KNOWN_FEATURES]
     if number != FORMAT or unknown:
-        needs = f"format {number}" if number != FORMAT else f"the feature {unknown[0]!r}"
+        needs = f"format {number}" if number != FORMAT else f"the feature {unknown[0]!r:.80}"
         raise Invalid(
             f"this {what} needs {needs}, which this version does not know", hint="use a newer zgstore to read it"
         )
