@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import nn
 
 import zgstore
@@ -33,7 +32,7 @@ from zgtrain.optimizing import make_optimizer
 from zgtrain.ranks import Ranks
 from zgtrain.sharded import newest
 from zgtrain.source import CACHED, LIVE, Source, cached, following, interrupted, live
-from zgtrain.trainer import train_block
+from zgtrain.trainer import device_of, train_block
 
 CHECKPOINT, REPORT = "checkpoint.pt", "report.json"
 NOT_READ: Final = ("id", "start")
@@ -142,7 +141,7 @@ def train(
         assert job.student.interface is not None  # `load_job` saw to it
         interface = job.student.interface.call(job.student.args)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = device_of(device)
     module.to(place)
     setup = time.perf_counter() - began if began else 0.0
     replicas = job.launch.blocks.get(block, BlockLaunch()).data_parallel

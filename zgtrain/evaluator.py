@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import torch
 from torch import nn
 
 import zgstore
@@ -17,6 +16,7 @@ from zgtrain.job import Job
 from zgtrain.journal import FILE_NAME as LOG_NAME
 from zgtrain.journal import read_lines
 from zgtrain.judgement import Evaluation, Progress, judge
+from zgtrain.trainer import device_of
 
 FILE_NAME: Final = "evaluation.json"
 
@@ -56,7 +56,7 @@ def evaluate(job: Job, *, device: str | None = None, progress: Progress | None =
     teacher = job.student.teacher.call(job.student.args)
     args = job.evaluate.args or job.student.args
     forward: Call = (lambda block, x, _: block(x)) if job.train.forward is None else job.train.forward.resolve()
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = device_of(device)
     store = zgstore.Store.open(job.snapshot.store)
     names = boundaries_of(job, store)
     # Blocks of diffusion hand on no boundaries that a teacher has: there are none to be held against its own.

@@ -135,6 +135,8 @@ def _steps_done(job: Job, block: int, snapshot: str) -> int:
 
 
 def _width(job: Job, parallel: int | None, devices: Sequence[str]) -> int:
+    if parallel is not None and parallel < 1:
+        raise zgstore.Invalid(f"{parallel} blocks at a time train nothing", hint="say 1 or more after --parallel")
     return parallel or max(job.launch.parallel, len(devices))
 
 

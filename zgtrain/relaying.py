@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 import zgstore
@@ -35,6 +34,7 @@ from zgtrain.ledger import Log
 from zgtrain.prefixes import SETTINGS, capture_prefix, joined, prefix_pins, relayed
 from zgtrain.sharded import newest
 from zgtrain.source import LIVE, Source
+from zgtrain.trainer import device_of
 
 Told = Callable[[int, int, int], None]
 
@@ -77,6 +77,8 @@ def relay(
             "a relay hands a student's states on, and blocks of diffusion have none in between",
             hint="leave train.noise out, or give it the name log-uniform",
         )
+    if steps is not None and steps < 1:
+        raise zgstore.Invalid(f"{steps} steps train nothing", hint="say 1 or more after --steps")
     again = relayed(job, steps=steps)
     if fresh:
         shutil.rmtree(again.output, ignore_errors=True)
@@ -85,7 +87,7 @@ def relay(
     store = zgstore.Store.open(job.snapshot.store)
     names = boundaries_of(job, store)
     refuse_shared(again, len(names) - 1)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = device_of(device)
     reports: list[BlockReport] = []
     prefix: zgstore.Digest | None = None
     for block in range(len(names) - 1):

@@ -119,7 +119,7 @@ def train_block(
         zgstore.NonFinite: if the loss is not finite; the last checkpoint stays.
     """
     data = reader if isinstance(reader, Source) else cached(reader, source, target)
-    place = _device(device)
+    place = device_of(device)
     schedule = ScheduleSpec(schedule) if isinstance(schedule, str) else schedule
     forward = forward or _without_mask
     block.to(place).train()
@@ -313,8 +313,20 @@ def _dtype(block: nn.Module) -> torch.dtype:
     return next((p.dtype for p in block.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+def device_of(device: torch.device | str | None) -> torch.device:
+    """The device that is named; by default a GPU if there is one.
+
+    Raises:
+        zgstore.Invalid: if this machine has no such device.
+    """
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0]
+        hint = "name one that this machine has, as torch does: cpu, cuda:0"
+        raise zgstore.Invalid(f"{str(device)!r} is no device here: {why}", hint=hint) from error
+    return place
 
 
 @contextlib.contextmanager

@@ -82,6 +82,10 @@ def test_what_is_set_stands_over_the_file_wherever_it_is_typed(zg, trained):
         (["evaluate", "JOB"], 2, "no gate may be left out"),
         (["assemble", "JOB", "--set", "train.seed=9", "--set", "output=none"], 10, "not trained"),
         (["lanch", "JOB"], 2, "launch"),
+        (["run", "JOB", "--block", "0", "--fresh", "--device", "cuda:4096"], 2, "cuda:4096"),
+        (["run", "JOB", "--block", "0", "--fresh", "--device", "nope"], 2, "no device here"),
+        (["launch", "JOB", "--parallel", "-1"], 2, "--parallel"),
+        (["relay", "JOB", "--steps", "0"], 2, "--steps"),
     ],
 )
 def test_errors_are_two_lines_and_one_object(zg, trained, words, code, said):
