@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import zgstore
 from zgstore.building import sections
@@ -71,7 +72,9 @@ def lines_of(recipe, folder):
     unknown.write_text(recipe.read_text() + "\nnope = 3\n")
     full.mkdir()
     (full / "a").write_text("somebody's")
-    nowhere, zeros = folder / "none", "0" * 64
+    nowhere, zeros, plain = folder / "none", "0" * 64, folder / "plain"
+    plain.mkdir()
+    save_file({"h": torch.ones(2, 3)}, plain / "a.safetensors")
     return [
         (2, "frob"), (2, "ls", "--frob"), (2, "ls", "extra"), (10, "--store", nowhere, "ls"),
         (10, "--store", bad, "ls"), (2, "init", folder / "i", "--policy", "zz"), (2, "init", bad),
@@ -96,6 +99,7 @@ def lines_of(recipe, folder):
         (2, "export", "main", full), (10, "export", "nope", folder / "e"),
         (2, "export", "main", folder / "e", "--columns", "zz"), (21, "import", "zerograph", nowhere),
         (2, "import", "safetensors", full), (2, "import", "frob", full),
+        (2, "import", "safetensors", plain, "--cut", "0"),
     ]  # fmt: skip
 
 

@@ -143,7 +143,7 @@ def import_safetensors(
     else:
         revision = str(digest) if teacher_revision is None else teacher_revision
         pins = _declared_pins(teacher_id or UNDECLARED, revision, data_id or UNDECLARED, "safetensors", digest)
-    return _bring(store, _from_table(table, pins, cut or 1), ref=ref)
+    return _bring(store, _from_table(table, pins, 1 if cut is None else cut), ref=ref)
 
 
 def _bring(store: Store, source: _Source, *, ref: str | None) -> ImportReport:
@@ -188,7 +188,7 @@ class _Axes:
 def _from_zerograph(cache: zerograph.Cache, cut: int | None) -> _Source:
     pins = _declared_pins(cache.teacher_id, cache.teacher_revision, cache.data_id, "zerograph", cache.digest())
     largest = max(member.size // max(cache.boundaries, 1) for member in cache.members)
-    chosen = cut or max(1, SHARD_BYTES // max(largest, 1))
+    chosen = max(1, SHARD_BYTES // max(largest, 1)) if cut is None else cut
     return _Source(pins, chosen, _zerograph_batches(cache), len(cache.members), cache.size)
 
 
