@@ -129,6 +129,7 @@ WAYS = {
     "times before all others": "cp -r .zgstore there && find there -exec touch -h -d @0 {} +",
     "times to come": "cp -r .zgstore there && find there -exec touch -h -d '2 days' {} +",
     "without its empty folders": "cp -r .zgstore there && find there -type d -empty -delete",
+    "without its empty files": "cp -r .zgstore there && find there -empty -delete && rm -rf there/index",
 }
 
 

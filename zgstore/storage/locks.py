@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from zgstore.errors import Busy
+from zgstore.storage.config import POLICIES
 from zgstore.storage.files import create, directory, fault, faults
 
 _UNSUPPORTED: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
@@ -100,7 +101,9 @@ def hold(root: Path, name: str, *, exclusive: bool, wait_seconds: float, mode: i
     Raises:
         Busy: if it is still held after that time; names the holder.
     """
-    with faults(f"opening the lock of {what}"), directory(root, "locks") as locks:
+    # A copy may have lost the folder, for the files in it may be empty.
+    folder_mode = next(folders for folders, files in POLICIES.values() if files == mode)
+    with faults(f"opening the lock of {what}"), directory(root, "locks", make=folder_mode) as locks:
         handle = open_owned(name, os.O_RDWR | os.O_CREAT, mode=mode, dir_fd=locks)
     try:
         give_up, step = time.monotonic() + wait_seconds, _STEP_SECONDS
