@@ -65,7 +65,10 @@ def trained(name, sets):
 
 
 def cosine(job):
-    """Of the gradient that the job has and the exact one, each as one vector, before the first step, over its rows."""
+    """Of the gradient that the job has and the exact one, before the first step, over its rows: the mean over matrices.
+
+    All parameters as one vector would tell of the norms' few numbers, whose gradients are the largest.
+    """
     block, objective = make_block(job, BLOCK), make_objective(job.train.loss)
     forward, first = job.train.forward.resolve(), job.validate.rows
     with open_source(job, zgstore.Store.open(job.snapshot.store), BLOCK) as data:
@@ -76,8 +79,8 @@ def cosine(job):
         method = make_method(spec, block, forward=forward, number=BLOCK)
         prediction = method.forward(batch.source, batch.context, (0, 0))
         method.backward(objective.sums(prediction, batch.target, batch.context)[BOUNDARY])
-        found.append(torch.cat([each.grad.flatten().double() for each in block.parameters()]))
-    return float(functional.cosine_similarity(*found, dim=0))
+        found.append([each.grad.flatten().double() for each in block.parameters() if each.dim() == 2])
+    return statistics.mean(float(functional.cosine_similarity(*pair, dim=0)) for pair in zip(*found, strict=True))
 
 
 def main():
