@@ -68,14 +68,14 @@ def test_every_link_leads_somewhere(page):
             assert (page.parent / target.partition("#")[0]).exists(), f"{target} in {page}"
 
 
-def tests_named_on(page):
+def names_of_tests_on(page):
     """Links to tests: what is linked is the test's sentence, as people write it."""
     found = re.findall(r"\[([^\]]+)\]\((?:\.\./)*(tests/[^)]+\.py)\)", text_of(page))
     return [(sentence, ROOT / file) for sentence, file in found if "/" not in sentence]
 
 
 def test_every_test_that_the_failure_model_names_is_there():
-    named = tests_named_on("docs/explanation/failure-model.md")
+    named = names_of_tests_on("docs/explanation/failure-model.md")
     assert len(named) > 100
     for sentence, file in named:
         name = f"test_{sentence.replace(' ', '_')}"

@@ -229,7 +229,7 @@ def of_stores(*, deep: bool = False) -> list[Scenario]:
         Scenario("names", _starts(("",), named + unreadable), world_steps(ref_removed, month_passed, repaired), SAFE),
         Scenario("collectors", _starts(("builder tagger",), ORPHANS, collectors=two), moved, SAFE),
         Scenario("no locks", _starts(("builder tagger",), ORPHANS, locks_work=False), moved, SAFE),
-        Scenario("mistakes", _starts(("builder", "tagger"), ORPHANS, locks_work=False, owner=True), moved, gone),
+        Scenario("mistakes", _starts(meet("builder", "tagger"), ORPHANS, locks_work=False, owner=True), moved, gone),
     ]  # fmt: skip
 
 
