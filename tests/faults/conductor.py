@@ -47,7 +47,7 @@ from zgstore.storage import index, leases
 from zgstore.storage.store import Store
 
 STUCK_SECONDS = 180.0  # of any operation: locks are waited for for 30 s
-LONGEST_STOP_SECONDS = 3.0
+LONGEST_STOP_SECONDS = 10.0
 OLD_SECONDS = 2 * 3600.0
 OPERATIONS = {work.__name__: work for work in HEARS}
 

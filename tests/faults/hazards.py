@@ -116,7 +116,7 @@ def _small_index(place: Place) -> Iterator[Place]:
 
 def takes(place: Place, _chance: random.Random) -> int:
     """A collection after somebody's lease has grown old, as soon as no other is under way."""
-    give_up = time.monotonic() + 2.0
+    give_up = time.monotonic() + 8.0
     while True:
         try:
             return collect(Store.open(place.store), now=True, expire_reflog_seconds=0.0).freed.objects
