@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint torture kills power-loss damage bench bench-peers demo docs clean
+.PHONY: help setup test lint torture kills power-loss damage stress fuzz bench bench-peers demo docs clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -42,7 +42,7 @@ lint: setup  ## ruff, mypy --strict, import contracts
 	$(BIN)/lint-imports
 
 torture: setup  ## all of the sweeps below, one after another; what one finds does not stop the next
-	@$(MAKE) --no-print-directory --keep-going --jobs=1 kills power-loss damage
+	@$(MAKE) --no-print-directory --keep-going --jobs=1 kills power-loss damage stress fuzz
 
 kills: setup  ## each operation killed, and told of errors, at each call that changes its folder
 	$(BIN)/python -m tests.faults.kills
@@ -52,6 +52,13 @@ power-loss: setup  ## operations cut off from power at many moments; needs the s
 
 damage: setup  ## every byte class of every kind of file damaged in every way
 	$(BIN)/python -m tests.faults.damage
+
+stress: setup  ## eight processes on one store, a minute and more of each hazard
+	$(BIN)/python -m tests.faults.stress --hazard all
+
+fuzz: setup  ## whatever reads what others wrote, under atheris, a million times
+	$(BIN)/python -m pip install --quiet --no-deps atheris==3.0.0
+	$(BIN)/python -m tests.fuzz
 
 bench: setup  ## ratios in one run; writes bench.json
 	$(BIN)/python -m tests.benchmarks
@@ -71,5 +78,5 @@ docs: setup  ## check that every link leads somewhere and every snippet runs
 	$(BIN)/python -m pytest -q tests/docs
 
 clean:  ## everything that can be made again
-	rm -rf $(VENV) $(PEERS) .demo bench.json build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEERS) .demo bench.json build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .fuzz
 	find zgstore zgtrain tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
