@@ -30,7 +30,6 @@ _SENSELESS: Final = {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOO
 READ_ONLY: Final = frozenset(_DENIED)
 
 _RENAME_NOREPLACE: Final = 1
-_COARSE: Final[int] = getattr(time, "CLOCK_REALTIME_COARSE", time.CLOCK_REALTIME)
 _SYNC_FILE_RANGE_WRITE: Final = 2
 # Where two hosts see one file: LMDB must not run there. NFS, CIFS, SMB2, 9P, Ceph, Lustre, GPFS, BeeGFS, AFS, FUSE.
 _NETWORK: Final = {
@@ -255,12 +254,7 @@ def clock(root: Path) -> float:
     with contextlib.suppress(OSError, ZgError), directory(root, "locks") as folder:
         os.utime(folder)
         return os.fstat(folder).st_mtime
-    return host_time()
-
-
-def host_time() -> float:
-    """This host's time as its kernel stamps files: another clock would run ahead of it."""
-    return time.clock_gettime(_COARSE)
+    return time.time()
 
 
 @functools.cache

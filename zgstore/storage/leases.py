@@ -22,7 +22,7 @@ from zgstore.errors import Corrupt, Invalid, ZgError
 from zgstore.format import canonical
 from zgstore.format.digest import DIGEST_BYTES, Digest
 from zgstore.storage import locks
-from zgstore.storage.files import READ_ONLY, clock, directory, faults, host_time, listing, open_regular, write_all
+from zgstore.storage.files import READ_ONLY, clock, directory, faults, listing, open_regular, write_all
 
 TTL_SECONDS: Final = 3600
 REFRESH_SECONDS: Final = 60.0
@@ -367,7 +367,7 @@ def _head(purpose: str, ttl_seconds: int) -> bytes:
             "boot": _boot(),
             "pid": os.getpid(),
             "process_start": _process_start(os.getpid()),
-            "start": host_time(),
+            "start": time.time(),
             "purpose": purpose[:100],
             "ttl_seconds": ttl_seconds,
         }
