@@ -33,7 +33,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: setup  ## the whole suite, import contracts included
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	@# In their own order: by their number the files of few long tests would come last, with one worker idle.
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: setup  ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .

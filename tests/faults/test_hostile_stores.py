@@ -10,8 +10,7 @@ import pytest
 
 from tests.faults import hostile
 from zgstore.errors import Corrupt, Invalid
-from zgstore.storage import files, locks
-from zgstore.storage.leases import MAX_LEASE_BYTES
+from zgstore.storage import files, leases, locks
 from zgstore.storage.store import Store
 from zgstore.upkeep import collector, copier
 from zgstore.upkeep.verifier import verify
@@ -66,11 +65,17 @@ def test_a_lease_too_long_to_be_read_stops_a_collection_and_is_not_passed_over(t
     store = Store.init(tmp_path / "store")
     with store.leases.take("read") as lease:
         path = store.path / "leases" / lease.uuid
-        os.truncate(path, MAX_LEASE_BYTES + 1)
-        with pytest.raises(Invalid, match="at most"):
-            lease.add_raw(bytes(32))
+        os.truncate(path, leases.MAX_LEASE_BYTES + 1)
         with pytest.raises(Corrupt, match="what it keeps is not known"):
             collector.collect(store, now=True)
+
+
+def test_a_lease_names_no_more_than_others_would_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "MAX_LEASE_BYTES", leases.HEAD_BYTES + 64)
+    with Store.init(tmp_path / "store").leases.take("read") as lease:
+        lease.add_raw(bytes(64))
+        with pytest.raises(Invalid, match="at most"):
+            lease.add_raw(bytes(32))
 
 
 def test_a_blob_longer_than_its_page_says_is_neither_copied_nor_kept(made, tmp_path):
