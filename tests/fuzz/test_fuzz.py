@@ -16,14 +16,15 @@ from zgstore.format import canonical
 from zgstore.storage.leases import _boot
 
 TARGETS = targets.all_targets()
-EXAMPLES = 500  # of the fastest; the suite lends each about a second
+EXAMPLES = 500  # of the fastest, and the same each time: `make fuzz` looks for others
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_no_input_breaks_the_rule_of_its_surface(name):
     target = TARGETS[name]
 
-    @settings(max_examples=max(30, EXAMPLES // target.cost), deadline=None, suppress_health_check=[*HealthCheck])
+    @settings(max_examples=max(30, EXAMPLES // target.cost), deadline=None, derandomize=True,
+              suppress_health_check=[*HealthCheck])  # fmt: skip
     @given(st.binary(min_size=8, max_size=48))
     def hold(choices):
         body = choices if target.change is None else target.change(Choices(choices))
