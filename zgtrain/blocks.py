@@ -23,6 +23,7 @@ from torch import nn
 import zgstore
 from zgtrain.blockreport import BlockReport
 from zgtrain.checkpoint import seed_all, sync_folder
+from zgtrain.devices import device_of
 from zgtrain.job import BlockLaunch, Job, LossSpec
 from zgtrain.journal import FILE_NAME as LOG_NAME
 from zgtrain.journal import Journal
@@ -32,7 +33,7 @@ from zgtrain.optimizing import make_optimizer
 from zgtrain.ranks import Ranks
 from zgtrain.sharded import newest
 from zgtrain.source import CACHED, LIVE, Source, cached, following, interrupted, live
-from zgtrain.trainer import device_of, train_block
+from zgtrain.trainer import train_block
 
 CHECKPOINT, REPORT = "checkpoint.pt", "report.json"
 NOT_READ: Final = ("id", "start")

@@ -11,12 +11,12 @@ import zgstore
 from zgtrain.alpha import Call
 from zgtrain.assembler import gather, joined_student
 from zgtrain.blocks import boundaries_of, write_json
+from zgtrain.devices import device_of
 from zgtrain.gates import finite
 from zgtrain.job import Job
 from zgtrain.journal import FILE_NAME as LOG_NAME
 from zgtrain.journal import read_lines
 from zgtrain.judgement import Evaluation, Progress, judge
-from zgtrain.trainer import device_of
 
 FILE_NAME: Final = "evaluation.json"
 

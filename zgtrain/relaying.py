@@ -29,12 +29,12 @@ from zgtrain.blocks import (
     train,
     write_json,
 )
+from zgtrain.devices import device_of
 from zgtrain.job import Job
 from zgtrain.ledger import Log
 from zgtrain.prefixes import SETTINGS, capture_prefix, joined, prefix_pins, relayed
 from zgtrain.sharded import newest
 from zgtrain.source import LIVE, Source
-from zgtrain.trainer import device_of
 
 Told = Callable[[int, int, int], None]
 

@@ -6,9 +6,8 @@ B blocks; b a block, which maps boundary h_b to h_{b+1}; N rows of a micro-batch
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zgstore
 from zgtrain.blockreport import BlockReport, report_of
 from zgtrain.checkpoint import rng_kept
+from zgtrain.devices import arithmetic, device_of
 from zgtrain.gradient.method import make_method
 from zgtrain.independence import leaving_gradient_bytes
 from zgtrain.job import GradientSpec, LossSpec, OptimizerSpec, ScheduleSpec
@@ -144,7 +143,7 @@ def train_block(
     )
     plan = Plan(sampler, batch_size, first=validate_rows, steps=steps - ledger.step, ranks=ranks)
 
-    with _arithmetic(place, deterministic=deterministic):
+    with arithmetic(place, deterministic=deterministic):
         for batches in arriving(
             data.ahead(plan, workers=workers, stop=alone),
             ledger,
@@ -311,37 +310,3 @@ def _trained(block: nn.Module) -> list[nn.Parameter]:
 def _dtype(block: nn.Module) -> torch.dtype:
     """What the block computes in: the dtype of its first floating parameter."""
     return next((p.dtype for p in block.parameters() if p.is_floating_point()), torch.float32)
-
-
-def device_of(device: torch.device | str | None) -> torch.device:
-    """The device that is named; by default a GPU if there is one.
-
-    Raises:
-        zgstore.Invalid: if this machine has no such device.
-    """
-    try:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).partition("\n")[0]
-        hint = "name one that this machine has, as torch does: cpu, cuda:0"
-        raise zgstore.Invalid(f"{str(device)!r} is no device here: {why}", hint=hint) from error
-    return place
-
-
-@contextlib.contextmanager
-def _arithmetic(device: torch.device, *, deterministic: bool) -> Iterator[None]:
-    """Deterministic kernels, if they are asked for; as it was afterwards."""
-    if not deterministic:
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    torch.use_deterministic_algorithms(mode=True)
-    torch.set_float32_matmul_precision("highest")
-    attention = sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else contextlib.nullcontext()
-    try:
-        with attention:
-            yield
-    finally:
-        torch.use_deterministic_algorithms(mode=before[0])
-        torch.set_float32_matmul_precision(before[1])

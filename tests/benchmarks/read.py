@@ -16,7 +16,7 @@ from tests.benchmarks import common_way
 from tests.benchmarks.ingest import COLUMNS, STEP, drop_cache, in_common_way, into_store
 from tests.benchmarks.measuring import Entry, compare, rounds, within
 from zgstore.reading.layouts import Buffers
-from zgstore.storage.index import SETTLE_SECONDS
+from zgstore.storage.files import SETTLE_SECONDS
 
 BLOCK = ("h.0", "h.1")  # what one block of B = COLUMNS − 1 reads
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made import Ran, publish
+from commands import Ran, runner
+from made import publish
 
-from zgstore.cli.console import Screen
 from zgstore.cli.main import main
 from zgstore.storage.store import Store
 
@@ -32,17 +32,7 @@ def zg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ZGSTORE_DIR", raising=False)
 
-    def run(*words: str) -> Ran:
-        capfd.readouterr()
-        screen = Screen()
-        try:
-            code = main(words, screen)
-        finally:
-            screen.restore()
-        out, err = capfd.readouterr()
-        return Ran(code, out, err)
-
-    return run
+    return runner(main, capfd)
 
 
 @pytest.fixture

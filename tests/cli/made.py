@@ -1,10 +1,8 @@
-"""A small store made without torch, and what a run of the command gave."""
+"""A small store made without torch."""
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +20,6 @@ COLUMNS = (
     Column("model.layers.1:in", "boundary", "F32", "raw", (3, 8), 1),
 )
 RECIPE = digest_of("recipe", b"a recipe")
-
-
-@dataclass
-class Ran:
-    """One run of the command."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        assert self.out.count("\n") == 1, f"not one line: {self.out!r}"
-        value = json.loads(self.out)
-        assert isinstance(value, dict)
-        return value
-
-    @property
-    def error(self) -> str:
-        """Both lines of the error, seen to be two."""
-        lines = self.err.splitlines()
-        assert len(lines) == 2, self.err
-        assert lines[0].startswith("error: ")
-        assert lines[1].startswith("hint: ")
-        return self.err
 
 
 def publish(

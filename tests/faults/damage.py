@@ -34,7 +34,7 @@ from zgstore.errors import ZgError
 from zgstore.format.digest import Digest
 from zgstore.reading.opening import follow
 from zgstore.storage import partials
-from zgstore.storage.index import SETTLE_SECONDS
+from zgstore.storage.files import SETTLE_SECONDS
 from zgstore.storage.store import Store
 from zgstore.upkeep import collector, keeper
 from zgstore.upkeep.verifier import verify

@@ -164,10 +164,12 @@ def lingers(place: Place, chance: random.Random) -> None:
     try:
         with store.writing("linger") as session:
             try:
-                session.adopt(digest)
+                with session.confirmed(digest):
+                    pass
             except Missing:
                 digest = Digest.parse(place.kept[0])
-                session.adopt(digest)
+                with session.confirmed(digest):
+                    pass
             signal.sigtimedwait({signal.SIGCONT}, LONG_SECONDS)
             with session.confirmed(digest):
                 store.refs.move("s/late", "head", digest)

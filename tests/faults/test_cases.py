@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 import zgstore
 from zgstore.building import sections
 from zgstore.building.shards import QUEUE_BYTES
-from zgstore.cli.console import Screen
 from zgstore.cli.faults import explain
 from zgstore.cli.main import main
 from zgstore.storage import locks
@@ -27,6 +26,7 @@ from zgstore.storage.store import Store
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "building"))
 
+from commands import runner
 from projects import CODE, make_project, write_recipe, write_rows
 
 
@@ -43,17 +43,7 @@ def _own_import_path(tmp_path, monkeypatch):
 def zg(capfd):
     """Runs the command in this process; its exit code, and both of what it printed."""
 
-    def run(*words):
-        capfd.readouterr()
-        screen = Screen()
-        try:
-            code = main([str(word) for word in words], screen)
-        finally:
-            screen.restore()
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return run
+    return runner(main, capfd)
 
 
 @pytest.fixture

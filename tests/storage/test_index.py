@@ -7,8 +7,8 @@ from tiny import keep
 from zgstore.errors import Corrupt, Invalid
 from zgstore.format.digest import digest_of
 from zgstore.storage import index as index_module
-from zgstore.storage.files import Stat
-from zgstore.storage.index import SETTLE_SECONDS, STAMP_SECONDS, FileDigest, Stamp
+from zgstore.storage.files import SETTLE_SECONDS, Stat
+from zgstore.storage.index import STAMP_SECONDS, FileDigest, Stamp
 from zgstore.storage.store import Store
 
 DIGEST = digest_of(None, b"bytes").raw

@@ -296,15 +296,14 @@ def test_threads_of_one_session_keep_blobs_side_by_side(store, session):
     assert len(leased(store)) == 40 * 32
 
 
-def test_an_existing_snapshot_is_adopted_with_all_of_it(store):
+def test_an_existing_snapshot_is_confirmed_with_all_of_it(store):
     digest = publish(store, "one")
     for blob in blobs_of(store, digest):
         store.objects.to_trash("1", blob.digest, "objects")
     root = store.snapshot(digest).root
     store.objects.to_trash("1", root, "meta")
     store.objects.to_trash("1", digest, "meta")
-    with store.writing("test") as session:
-        session.adopt(digest)
+    with store.writing("test") as session, session.confirmed(digest):
         assert digest.raw in leased(store)
         assert root.raw in leased(store)
     assert list(store.objects.trashed()) == []

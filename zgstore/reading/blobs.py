@@ -31,6 +31,7 @@ from zgstore.format.digest import Digest, Hasher
 from zgstore.format.manifest import Column
 from zgstore.format.readplan import BlobPlan
 from zgstore.format.tensorfile import as_tensor, check_offsets
+from zgstore.storage.files import SETTLE_SECONDS
 
 MAX_OPEN: Final = 32
 THREADS: Final = 2
@@ -40,8 +41,6 @@ WAIT_SECONDS: Final = 1.0
 
 # What the shared notes say of a blob.
 UNKNOWN, STAMPED, VERIFIED, YOUNG = 0, 1, 2, 3
-# A file that changed within its clock's step of its last change would look the same: no stamp is given so early.
-SETTLE_SECONDS: Final = 2.0
 
 _FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a fifo must not block the open
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -195,6 +194,7 @@ class Blobs:
             if actual.hex != plan.name or stamp_of(os.fstat(fd)) != seen:
                 raise self._corrupt(number, f"its bytes hash to {actual.short}", f"blake3:{plan.name}", str(actual))
             if ours:
+                # A file that changed within its clock's step of its last change would look the same.
                 young = begun - seen[4] / 1e9 < SETTLE_SECONDS
                 self.notes[number] = YOUNG if young else VERIFIED
             else:

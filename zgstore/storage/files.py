@@ -36,6 +36,9 @@ _NETWORK: Final = {
     0x6969, 0xFF534D42, 0xFE534D42, 0x01021997, 0x00C36400, 0x0BD00BD0, 0x47504653, 0x19830326, 0x5346414F, 0x65735546,
 }  # fmt: skip
 
+# Two changes within so long may leave the same times, whatever the file system's clock: nothing is concluded before.
+SETTLE_SECONDS: Final = 2.0
+
 
 class Stat(NamedTuple):
     """What tells a file from every other, and from itself after a change: what its stamp is made of."""

@@ -21,11 +21,20 @@ import lmdb
 
 from zgstore.errors import ZgError
 from zgstore.format.digest import Digest, digest_of
-from zgstore.storage.files import Stat, directory, faults, listing, make_directory, on_network, read_all, remove_tree
+from zgstore.storage.files import (
+    SETTLE_SECONDS,
+    Stat,
+    directory,
+    faults,
+    listing,
+    make_directory,
+    on_network,
+    read_all,
+    remove_tree,
+)
 from zgstore.storage.names import FAMILIES
 
 STAMP_SECONDS: Final = 30 * 86400
-SETTLE_SECONDS: Final = 2.0  # a change within the clock's step of the last one would not show in the ctime
 
 _LEVELS: Final = ("full",)
 _KINDS: Final = tuple(FAMILIES)

@@ -263,13 +263,17 @@ class Leases:
         found = []
         with contextlib.suppress(FileNotFoundError), directory(self.root, "leases") as folder:
             for uuid in sorted(listing(folder)):
-                handle = _opened(folder, uuid, self.root / "leases" / uuid)
-                if handle is not None:
-                    try:
-                        found.append(self._look(handle, uuid, now))
-                    finally:
-                        os.close(handle)
+                lease = self._look(folder, uuid, now)
+                if lease is not None:
+                    found.append(lease)
         return found
+
+    def alive(self, uuid: str) -> bool:
+        """Whether there is a lease of this name that still keeps what it names; for a moment's truth, as `all`."""
+        with contextlib.suppress(FileNotFoundError), directory(self.root, "leases") as folder:
+            lease = self._look(folder, uuid, clock(self.root))
+            return lease is not None and lease.alive
+        return False
 
     def remove(self, uuid: str) -> None:
         """Remove a dead lease. The caller holds the store lock exclusively, and has seen under it that it is dead."""
@@ -280,8 +284,12 @@ class Leases:
         ):
             os.unlink(uuid, dir_fd=folder)
 
-    def _look(self, handle: int, uuid: str, now: float) -> LeaseInfo:
-        with faults(f"looking at the lease {uuid}"):
+    def _look(self, folder: int, uuid: str, now: float) -> LeaseInfo | None:
+        """One lease, as it is; None if it is gone, or no file."""
+        handle = _opened(folder, uuid, self.root / "leases" / uuid)
+        if handle is None:
+            return None
+        with os.fdopen(handle, "rb", buffering=0), faults(f"looking at the lease {uuid}"):
             entry = os.fstat(handle)
             head = _parse_head(os.pread(handle, HEAD_BYTES, 0))
             age = max(0.0, now - entry.st_mtime)

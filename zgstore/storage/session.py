@@ -241,15 +241,6 @@ class Session:
             self.sync()
             yield lambda: self._see_it_stayed(hold, digest, parts, [digest.raw])
 
-    def adopt(self, digest: Digest) -> Snapshot:
-        """Reserve an existing snapshot with all that it refers to, out of the trash where it is there.
-
-        Raises:
-            Missing: naming what is not there.
-        """
-        with self.confirmed(digest):
-            return self.store.snapshot(digest)
-
     def _parts(self, snapshot: Snapshot, columns: Collection[str] | None) -> dict[str, list[bytes]]:
         """What a snapshot refers to: blobs (of the named columns, and constants) and pages, each once, by family.
 

@@ -19,7 +19,7 @@ from zgstore.errors import Corrupt, Missing, Refused
 from zgstore.format.digest import DIGEST_BYTES, Digest, digest_prefix
 from zgstore.format.fields import all_digests, raw_digests
 from zgstore.storage import partials
-from zgstore.storage.files import directory, faults
+from zgstore.storage.files import SETTLE_SECONDS, directory, faults
 from zgstore.storage.names import names_in
 from zgstore.storage.objects import FAMILIES, PREFIXES, Trashed
 from zgstore.storage.store import Store
@@ -32,8 +32,6 @@ __all__ = ["GcPlan", "GcReport", "collect", "plan"]
 # So many renames keep the lock for a few milliseconds.
 BATCH: Final = 256
 NOTHING: Final = Count()
-# Within so long two changes of a folder may have one stamp, whatever the file system.
-SETTLED_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +218,7 @@ class _Collection:
         Its folder is set aside under the lock: one that wakes then finds that it has none, and makes itself another.
         """
         with self._alone():
-            if any(each.alive and each.uuid == leftover.name for each in self.store.leases.all()):
+            if self.store.leases.alive(leftover.name):
                 return False
             if leftover.kind == "lease":
                 self.store.leases.remove(leftover.name)
@@ -320,7 +318,7 @@ class _Recheck:
                     self.since.add(digest, "lease")
 
     def _reach_snapshots_born_since(self) -> None:
-        settled = (self.store.now() - SETTLED_SECONDS) * 1e9
+        settled = (self.store.now() - SETTLE_SECONDS) * 1e9
         for folder, seen in self.folders.items():
             changed = 0
             with contextlib.suppress(FileNotFoundError):  # a copy may have lost its empty folders
