@@ -17,10 +17,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from zgstore.building.capture import Capture, Capturer, Extraction, Pool
+from zgstore.building.capture import Capture, Capturer, Extraction
 from zgstore.building.identity import TeacherMemo, ambient, extractor_pin, known_teacher, measure_teacher, teacher_memo
 from zgstore.building.inputs import START, Inputs, Replay, context_tensor
 from zgstore.building.planner import Outline, ShardInputs, TeacherIdentity, Wanted
+from zgstore.building.pool import Pool, trim
 from zgstore.building.recipe import Recipe
 from zgstore.building.rows import ID, Batch, SampleBatch, lengths_of
 from zgstore.building.shards import Background, ShardDraft, weight_of
@@ -261,6 +262,7 @@ def _run_share(
                 if before is not None:
                     background.wait(before)
                 before = finished
+                trim()
 
 
 class _Hooks:

@@ -1,8 +1,10 @@
-"""Memory for captured tensors, used again."""
+"""Memory for captured tensors, used again; and the heap kept from growing."""
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,6 +13,8 @@ import torch
 from torch import Tensor
 
 from zgstore.format.tensorfile import dtype_name
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
 
 
 class Pool:
@@ -33,7 +37,7 @@ class Pool:
         # Not an inference tensor, which could neither be written elsewhere nor enter autograd.
         with torch.inference_mode(mode=False):
             if memory is None:
-                memory = torch.empty(room, dtype=torch.uint8, pin_memory=pinned)
+                memory = torch.empty(room, dtype=torch.uint8, pin_memory=True) if pinned else _mapped(room)
             return memory[:wanted].view(dtype).view(tuple(shape))
 
     def give(self, tensor: Tensor) -> None:
@@ -43,6 +47,21 @@ class Pool:
             memory = torch.empty(0, dtype=torch.uint8).set_(storage)
         with self._lock:
             self._free[storage.nbytes(), memory.is_pinned()].append(memory)
+
+
+def _mapped(size: int) -> Tensor:
+    """Memory of its own from the system: on the heap it would leave holes between a teacher's activations."""
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+def trim() -> None:
+    """Have the heap give back what it has free.
+
+    glibc before 2.38 does not find an aligned block again once something small lies behind it, so that a teacher's
+    activations take new memory with every batch.
+    """
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 def _room(size: int) -> int:
