@@ -32,10 +32,10 @@ from zgstore.format.manifest import Column
 from zgstore.format.readplan import BlobPlan
 from zgstore.format.tensorfile import as_tensor, check_offsets
 from zgstore.storage.files import SETTLE_SECONDS
+from zgstore.storage.objects import READ_BYTES
 
 MAX_OPEN: Final = 32
 THREADS: Final = 2
-PIECE_BYTES: Final = 1 << 20  # stays in the core's cache between the read and the hash
 MAX_VECTORS: Final = 1024  # IOV_MAX
 WAIT_SECONDS: Final = 1.0
 
@@ -182,7 +182,7 @@ class Blobs:
             if not needed:
                 return
             begun = time.time()
-            hasher, buffer = Hasher(), bytearray(min(PIECE_BYTES, max(plan.size, 1)))
+            hasher, buffer = Hasher(), bytearray(min(READ_BYTES, max(plan.size, 1)))
             view, at = memoryview(buffer), 0
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             while at < plan.size and (got := os.preadv(fd, [buffer], at)):
