@@ -7,9 +7,7 @@ from typing import Annotated, Final
 import typer
 
 from zgstore.cli.application import Program, Table
-from zgstore.cli.session import Session
 from zgstore.cli.units import parse_duration
-from zgtrain.cli.arguments import Options
 from zgtrain.cli.catalogue import COMMANDS
 
 
@@ -59,6 +57,9 @@ def everywhere(
     ] = False,
 ) -> None:
     """Read the options of every command into the session."""
+    from zgstore.cli.session import Session  # noqa: PLC0415 - a command's help needs no store
+    from zgtrain.cli.arguments import Options  # noqa: PLC0415 - nor any job
+
     options = Options(
         json=json,
         quiet=quiet,
