@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -73,13 +74,21 @@ class Journal:
             self._run.finish()
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log; one that was cut off by a kill is left out."""
-    lines = []
+def read_lines(path: Path, *, tail_bytes: int | None = None) -> list[dict[str, Any]]:
+    """The whole lines of a log; one that was cut off, by a kill or by beginning within it, is left out.
+
+    Args:
+        path: The log; there is none where nobody has said anything.
+        tail_bytes: Read so much of its end; None: all.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            if tail_bytes is not None:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - tail_bytes))
+            text = file.read().decode("utf-8", "replace")
     except FileNotFoundError:
         return []
+    lines = []
     for line in text.splitlines():
         try:
             value = json.loads(line)

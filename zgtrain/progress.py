@@ -15,6 +15,7 @@ from typing import Any, Final
 import zgstore
 from zgtrain.job import Job
 from zgtrain.journal import FILE_NAME as LOG_NAME
+from zgtrain.journal import read_lines
 
 TODO, RUNNING, STOPPED, DONE = "to do", "running", "stopped", "done"
 _TAIL_BYTES: Final = 1 << 16
@@ -63,7 +64,7 @@ def status(job: Job) -> list[BlockStatus]:
 def block_status(job: Job, block: int) -> BlockStatus:
     """One block's."""
     folder = job.folder(block)
-    lines = _tail(folder / LOG_NAME)
+    lines = read_lines(folder / LOG_NAME, tail_bytes=_TAIL_BYTES)
     losses = [line for line in lines if "loss" in line]
     told = _json(folder / "checkpoint.json")
     report = _json(folder / "report.json")
@@ -116,26 +117,6 @@ def _rate(lines: list[dict[str, Any]]) -> float | None:
     first = max(line["step"] for line in lines if line["seconds"] == lines[0]["seconds"])
     rate: float = (lines[-1]["step"] - first) / (lines[-1]["seconds"] - lines[0]["seconds"])
     return rate or None
-
-
-def _tail(path: Path) -> list[dict[str, Any]]:
-    """The last whole lines of a log."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            text = file.read().decode("utf-8", "replace")
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict) and isinstance(value.get("step"), int):
-            found.append(value)
-    return found
 
 
 def _holder(folder: Path) -> str | None:

@@ -107,7 +107,7 @@ def make(folder: Path) -> Made:
     store.point("v1", "tag", two)
     store.point("v2", "tag", one)
     part = bare.publish(store, "part", [5])
-    partials.mark(store.path, part, PARTIAL, mode=0o600, dir_mode=0o700)
+    partials.mark(store.path, part, PARTIAL, store.modes)
     for blob in next(store.shards(store.snapshot(part))).blobs[1:]:
         if store.objects.path(blob.digest, "objects").exists():
             store.objects.path(blob.digest, "objects").unlink()

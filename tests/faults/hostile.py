@@ -78,7 +78,7 @@ def make(folder: Path) -> Made:
     store.point("v1", "tag", first)
     store.hold("paper", first, "a reason")
     part = bare.publish(store, "part", [7])
-    partials.mark(store.path, part, ["h.0:in"], mode=0o600, dir_mode=0o700)
+    partials.mark(store.path, part, ["h.0:in"], store.modes)
     shards = list(store.shards(store.snapshot(first)))
     bare.put_action(store, shards[0].blobs[0], b"key")
     store.memos.put_measurement(MEASURED, {"kind": "data", "count": 9})

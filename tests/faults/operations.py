@@ -147,7 +147,7 @@ def _garbage(place: Path) -> None:
     store = Store.init(place / "store")
     for fills in ([1, 5], [1, 6], [1, 2]):
         digest = bare.publish(store, "main", fills, masked=[2])
-    partials.mark(store.path, bare.publish(store, "gone", [7, 2]), {"h.0:in"}, mode=0o600, dir_mode=0o700)
+    partials.mark(store.path, bare.publish(store, "gone", [7, 2]), {"h.0:in"}, store.modes)
     keeper.forget(store, "gone", "head")
     blob = next(iter(store.shards(store.snapshot(store.resolve("main@{2}"))))).blobs[0]
     bare.put_action(store, blob, b"key")

@@ -13,6 +13,7 @@ from tests.faults import steps
 from tests.faults.kills import BYTES, TENSORS
 from zgstore.format.digest import digest_of
 from zgstore.storage import partials
+from zgstore.storage.config import POLICIES
 from zgtrain.job import LogSpec
 from zgtrain.journal import FILE_NAME, Journal, read_lines
 
@@ -103,7 +104,7 @@ def test_what_the_disk_says_of_the_marker_of_a_part_is_an_error_of_ours(tmp_path
     if why := steps.cannot():
         pytest.skip(why)
     digest = digest_of("snapshot", b"")
-    partials.mark(tmp_path, digest, ["h.0"], mode=0o600, dir_mode=0o700)
+    partials.mark(tmp_path, digest, ["h.0"], POLICIES["private"])
     run = steps.run(lambda: partials.clear(tmp_path, digest), tmp_path, lambda _: errno.EIO)
     assert (run.kind, len(run.steps)) == ("transient", 1)
     assert partials.expected(tmp_path, digest) == {"h.0"}

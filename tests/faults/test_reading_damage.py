@@ -207,7 +207,7 @@ def test_a_part_reads_what_it_has_and_names_the_copy_that_fetches_the_rest(made)
         for shard in range(5):
             made.path(name, shard).unlink(missing_ok=True)
     store = made.store
-    partials.mark(store.path, made.digest, ["h.0", "input_ids", "position_ids"], mode=0o600, dir_mode=0o700)
+    partials.mark(store.path, made.digest, ["h.0", "input_ids", "position_ids"], store.modes)
     with read(store, "main") as reader:
         assert set(reader.columns) == {"h.0", "input_ids", "position_ids"}
     with read(store, "main", columns=["h.0"]) as reader:

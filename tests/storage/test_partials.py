@@ -7,6 +7,7 @@ import pytest
 from zgstore.errors import Corrupt
 from zgstore.format.digest import digest_of
 from zgstore.storage import partials
+from zgstore.storage.config import POLICIES
 
 SNAPSHOT = digest_of("snapshot", b"one")
 OTHER = digest_of("snapshot", b"other")
@@ -19,7 +20,7 @@ def root(tmp_path):
 
 
 def mark(root, snapshot, columns):
-    partials.mark(root, snapshot, columns, mode=0o600, dir_mode=0o700)
+    partials.mark(root, snapshot, columns, POLICIES["private"])
 
 
 def test_a_snapshot_without_a_marker_is_whole(root):

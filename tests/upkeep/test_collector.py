@@ -444,7 +444,7 @@ def test_a_disk_with_no_byte_left_is_collected(disk, later):
 
 def test_the_marker_of_a_part_goes_with_its_snapshot(store, later):
     digest = publish(store, "main", [1])
-    partials.mark(store.path, digest, {"h.0:in"}, mode=store.file_mode, dir_mode=store.dir_mode)
+    partials.mark(store.path, digest, {"h.0:in"}, store.modes)
     later(2 * 3600)
     run_both(store, now=True)
     assert partials.expected(store.path, digest) == {"h.0:in"}

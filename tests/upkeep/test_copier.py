@@ -282,7 +282,7 @@ def test_two_parts_at_once_add_up(source, target):
 def test_a_marker_that_outlived_its_snapshot_is_forgotten(source, target):
     digest = small.publish(source, table(), ref="main")
     with partials.alone(target.path, mode=0o600):
-        partials.mark(target.path, digest, {"h.1"}, mode=0o600, dir_mode=0o700)
+        partials.mark(target.path, digest, {"h.1"}, target.modes)
     copy(source, "main", to=target, columns=["h.0"])
     assert partials.expected(target.path, digest) == {"h.0"}
     assert list(verify(target)) == []

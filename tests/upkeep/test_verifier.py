@@ -187,7 +187,7 @@ def test_what_was_verified_is_stamped_and_new_skips_it(store):
 def test_a_blob_outside_the_part_that_the_store_means_to_have_may_be_absent(store):
     publish(store, "main", [1, 2])
     digest = store.resolve("main")
-    partials.mark(store.path, digest, {"h.0:in"}, mode=store.file_mode, dir_mode=store.dir_mode)
+    partials.mark(store.path, digest, {"h.0:in"}, store.modes)
     outside, inside = blob(store, "main", 0, 1), blob(store, "main", 0, 0)
     path_of(store, outside).unlink()
     assert verify(store).report.ok

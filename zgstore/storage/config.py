@@ -14,15 +14,13 @@ from zgstore.errors import Corrupt, Invalid, NotFound
 from zgstore.format import foreign
 from zgstore.format.fields import FORMAT
 from zgstore.format.manifest import check_features
-from zgstore.storage.files import create, directory, faults, make_directory, read_all, write_file
+from zgstore.storage.files import Modes, create, directory, faults, make_directory, read_all, write_file
 from zgstore.storage.names import FAMILIES, PREFIXES
 
 CONFIG: Final = "zgstore.toml"
-POLICIES: Final = {  # permissions of folders, and of files that change
-    "private": (0o700, 0o600),
-    "group": (0o2770, 0o660),
-    "world-read": (0o755, 0o644),
-}
+POLICIES: Final = {
+    "private": Modes(0o700, 0o600), "group": Modes(0o2770, 0o660), "world-read": Modes(0o755, 0o644),
+}  # fmt: skip
 OBJECT_MODE: Final = 0o444  # objects never change; who may not read them is kept out by the folders
 _FANNED: Final = (*FAMILIES, "actions")
 _FOLDERS: Final = (
@@ -46,16 +44,6 @@ class Config:
     id: str
     policy: str
     index: Path | None = None
-
-    @property
-    def dir_mode(self) -> int:
-        """Permissions of folders."""
-        return POLICIES[self.policy][0]
-
-    @property
-    def file_mode(self) -> int:
-        """Permissions of files that change."""
-        return POLICIES[self.policy][1]
 
 
 def read_config(root: Path) -> Config:
@@ -100,23 +88,23 @@ def make_store(root: Path, policy: str) -> None:
     """
     if policy not in POLICIES:
         raise Invalid(f"{policy!r} is not a policy", hint=f"one of {', '.join(POLICIES)}")
-    dir_mode, file_mode = POLICIES[policy]
+    modes = POLICIES[policy]
     text = f'format = {FORMAT}\nrequires = []\nid = "{uuid.uuid4()}"\npolicy = "{policy}"\n'
     with faults(f"making a store at {root}"):
         root.parent.mkdir(parents=True, exist_ok=True)
-        make_directory(root, dir_mode)
+        make_directory(root, modes.folder)
         for name in (*_FANNED, *_FOLDERS):
-            make_directory(root / name, dir_mode)
+            make_directory(root / name, modes.folder)
         for name in _FANNED:  # all 256, which are never removed
             with directory(root, name) as folder:
                 for prefix in PREFIXES:
-                    make_directory(prefix, dir_mode, dir_fd=folder)
+                    make_directory(prefix, modes.folder, dir_fd=folder)
         with directory(root, "locks") as folder:
             for name in _LOCKS:
                 with contextlib.suppress(FileExistsError):
-                    os.close(create(folder, name, file_mode))
+                    os.close(create(folder, name, modes.file))
         # Last, and without replacing: from here on it is a store, and of two that make it one is right.
-        write_file(root, (), CONFIG, text.encode(), mode=file_mode, dir_mode=dir_mode, replace=False)
+        write_file(root, (), CONFIG, text.encode(), mode=modes.file, dir_mode=modes.folder, replace=False)
 
 
 def _bad(root: Path, why: str) -> Corrupt:

@@ -40,6 +40,13 @@ _NETWORK: Final = {
 SETTLE_SECONDS: Final = 2.0
 
 
+class Modes(NamedTuple):
+    """Permissions under a store's policy, whatever the umask: of folders, and of files that change."""
+
+    folder: int
+    file: int
+
+
 class Stat(NamedTuple):
     """What tells a file from every other, and from itself after a change: what its stamp is made of."""
 

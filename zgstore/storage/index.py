@@ -23,6 +23,7 @@ from zgstore.errors import ZgError
 from zgstore.format.digest import Digest, digest_of
 from zgstore.storage.files import (
     SETTLE_SECONDS,
+    Modes,
     Stat,
     directory,
     faults,
@@ -93,18 +94,16 @@ class Index:
 
     Args:
         store: The store's path.
+        modes: Permissions.
         folder: Where the index is; None for the store's own ``index/``, which is used on local file systems only.
             One that is elsewhere is used where it is there: a store that came from anywhere makes no folder outside.
-        dir_mode: Permissions of folders.
-        file_mode: Permissions of files.
     """
 
-    def __init__(self, store: Path, *, folder: Path | None, dir_mode: int, file_mode: int) -> None:
+    def __init__(self, store: Path, modes: Modes, *, folder: Path | None) -> None:
         self._store = store
         self._elsewhere = folder
         self._parts = ("lmdb-1",) if folder else ("index", "lmdb-1")
-        self._dir_mode = dir_mode
-        self._file_mode = file_mode
+        self._modes = modes
 
     @property
     def path(self) -> Path:
@@ -149,7 +148,7 @@ class Index:
         with _one_at_a_time, faults("removing the index"), contextlib.suppress(FileNotFoundError):
             if self._elsewhere is not None:
                 self._elsewhere.parent.mkdir(parents=True, exist_ok=True)
-                make_directory(self._elsewhere, self._dir_mode)
+                make_directory(self._elsewhere, self._modes.folder)
             self._remove()
 
     # -- digests of files outside the store ------------------------------------------------------------------------
@@ -197,7 +196,7 @@ class Index:
         if not rows or (self._elsewhere is None and on_network(self._store)):
             return
         with _one_at_a_time, contextlib.suppress(OSError, ZgError):
-            with directory(self._root, *self._parts, make=self._dir_mode):
+            with directory(self._root, *self._parts, make=self._modes.folder):
                 pass
             with self._alone(exclusive=True):
                 for _attempt in range(2):
@@ -269,12 +268,12 @@ class Index:
     def _seal(self) -> None:
         for name in ("data.mdb", "lock.mdb"):
             with contextlib.suppress(OSError):  # made by another user of the group
-                (self.path / name).chmod(self._file_mode)
+                (self.path / name).chmod(self._modes.file)
         fresh = self.path / "seal.new"
         with contextlib.suppress(FileNotFoundError):
             fresh.unlink()
         fresh.write_text(self._expected_seal(), encoding="utf-8")
-        fresh.chmod(self._file_mode)
+        fresh.chmod(self._modes.file)
         fresh.replace(self.path / "seal")
 
     def _remove(self) -> None:

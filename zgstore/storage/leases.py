@@ -22,7 +22,7 @@ from zgstore.errors import Corrupt, Invalid, ZgError
 from zgstore.format import canonical
 from zgstore.format.digest import DIGEST_BYTES, Digest
 from zgstore.storage import locks
-from zgstore.storage.files import READ_ONLY, clock, directory, faults, listing, open_regular, write_all
+from zgstore.storage.files import READ_ONLY, Modes, clock, directory, faults, listing, open_regular, write_all
 
 TTL_SECONDS: Final = 3600
 REFRESH_SECONDS: Final = 60.0
@@ -180,14 +180,12 @@ class Leases:
 
     Args:
         root: The store.
-        file_mode: Permissions of files.
-        dir_mode: Permissions of folders.
+        modes: Permissions.
     """
 
-    def __init__(self, root: Path, *, file_mode: int, dir_mode: int) -> None:
+    def __init__(self, root: Path, modes: Modes) -> None:
         self.root = root
-        self._file_mode = file_mode
-        self._dir_mode = dir_mode
+        self._modes = modes
 
     def take(self, purpose: str, *, ttl_seconds: int = TTL_SECONDS) -> Lease:
         """Take a lease.
@@ -209,9 +207,9 @@ class Leases:
     @contextlib.contextmanager
     def _new_file(self, uuid: str) -> Iterator[int]:
         """A lease's file, locked, to be written in the block; it stays open, or if that fails is no more."""
-        with faults("taking a lease"), directory(self.root, "leases", make=self._dir_mode) as folder:
+        with faults("taking a lease"), directory(self.root, "leases", make=self._modes.folder) as folder:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND
-            handle = locks.open_owned(uuid, flags, mode=self._file_mode, dir_fd=folder)
+            handle = locks.open_owned(uuid, flags, mode=self._modes.file, dir_fd=folder)
             try:
                 # Whoever looks at leases tries each lock for a moment, this one too since its file is there.
                 give_up = time.monotonic() + LOOK_SECONDS
@@ -322,7 +320,7 @@ class Leases:
             Busy: if it is still held after ``wait_seconds``.
         """
         return locks.hold(
-            self.root, "store", exclusive=exclusive, wait_seconds=wait_seconds, mode=self._file_mode, what="the store"
+            self.root, "store", exclusive=exclusive, wait_seconds=wait_seconds, mode=self._modes.file, what="the store"
         )
 
     def gc_lock(self, *, wait_seconds: float = 0.0) -> contextlib.AbstractContextManager[None]:
@@ -332,12 +330,12 @@ class Leases:
             Busy: naming the other's host, process and age.
         """
         return locks.hold(
-            self.root, "gc", exclusive=True, wait_seconds=wait_seconds, mode=self._file_mode, what="garbage collection"
+            self.root, "gc", exclusive=True, wait_seconds=wait_seconds, mode=self._modes.file, what="garbage collection"
         )
 
     def locks_work(self) -> bool:
         """Whether a lock held by one process keeps another out here."""
-        return locks.locks_work(self.root, dir_mode=self._dir_mode)
+        return locks.locks_work(self.root, dir_mode=self._modes.folder)
 
 
 def _boot() -> str:

@@ -14,7 +14,7 @@ from zgstore.format import canonical
 from zgstore.format.action import Action, decode_sealed, encode_sealed
 from zgstore.format.digest import Digest, digest_of
 from zgstore.storage.builds import Build, BuildFile, parse_build, start_build_file
-from zgstore.storage.files import directory, faults, listing, read_all, write_file
+from zgstore.storage.files import Modes, directory, faults, listing, read_all, write_file
 from zgstore.storage.names import PREFIXES
 
 TAG_DIGITS: Final = 12
@@ -45,14 +45,12 @@ class Memos:
 
     Args:
         root: The store.
-        file_mode: Permissions of files.
-        dir_mode: Permissions of folders.
+        modes: Permissions.
     """
 
-    def __init__(self, root: Path, *, file_mode: int, dir_mode: int) -> None:
+    def __init__(self, root: Path, modes: Modes) -> None:
         self.root = root
-        self._file_mode = file_mode
-        self._dir_mode = dir_mode
+        self._modes = modes
 
     # -- actions ---------------------------------------------------------------------------------------------------
 
@@ -78,7 +76,7 @@ class Memos:
         hexed = action.key.hex
         write_file(
             self.root, ("actions", hexed[:2]), f"{hexed}.{tag}.msgpack", action.encode(),
-            mode=self._file_mode, dir_mode=self._dir_mode, durable=False,
+            mode=self._modes.file, dir_mode=self._modes.folder, durable=False,
         )  # fmt: skip
 
     def actions(self) -> Iterator[ActionFile]:
@@ -150,7 +148,7 @@ class Memos:
         """Keep what was measured under a key, in place of what was there; durable when it returns."""
         write_file(
             self.root, ("measurements",), f"{key.hex}.msgpack", encode_sealed("measurement", value),
-            mode=self._file_mode, dir_mode=self._dir_mode,
+            mode=self._modes.file, dir_mode=self._modes.folder,
         )  # fmt: skip
 
     def measurements(self) -> Iterator[dict[str, Any]]:
@@ -170,8 +168,8 @@ class Memos:
             uuid: The lease's: the file is kept while that lives.
             head: ``columns`` (column values, in order); else what the builder likes: ``data``, ``constants``, pins.
         """
-        with faults(f"starting the build {uuid}"), directory(self.root, "builds", make=self._dir_mode) as folder:
-            return start_build_file(folder, uuid, head, mode=self._file_mode)
+        with faults(f"starting the build {uuid}"), directory(self.root, "builds", make=self._modes.folder) as folder:
+            return start_build_file(folder, uuid, head, mode=self._modes.file)
 
     def builds(self) -> list[str]:
         """The UUIDs of all builds' files."""

@@ -12,7 +12,7 @@ from typing import Final
 from zgstore.errors import Corrupt, Invalid
 from zgstore.format.digest import Digest
 from zgstore.storage import locks
-from zgstore.storage.files import directory, faults, listing, read_all, remove_empty, write_file
+from zgstore.storage.files import Modes, directory, faults, listing, read_all, remove_empty, write_file
 
 MAX_NAME_BYTES: Final = 128
 MAX_FILE_BYTES: Final = 1 << 16
@@ -74,19 +74,17 @@ class NamedFiles:
 
     Args:
         root: The store.
-        file_mode: Permissions of files.
-        dir_mode: Permissions of folders.
+        modes: Permissions.
     """
 
-    def __init__(self, root: Path, *, file_mode: int, dir_mode: int) -> None:
+    def __init__(self, root: Path, modes: Modes) -> None:
         self.root = root
-        self.file_mode = file_mode
-        self.dir_mode = dir_mode
+        self.modes = modes
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
         """Movers share the store lock; among them, comparing and setting is one step under this one."""
         return locks.hold(
-            self.root, "refs", exclusive=True, wait_seconds=_WAIT_SECONDS, mode=self.file_mode, what="the refs"
+            self.root, "refs", exclusive=True, wait_seconds=_WAIT_SECONDS, mode=self.modes.file, what="the refs"
         )
 
     def read(self, top: tuple[str, ...], name: str) -> str | None:
@@ -134,7 +132,7 @@ class NamedFiles:
         if not above or not self.root.joinpath(*top, name).is_file():
             self._clear_way(top, name)
         return write_file(
-            self.root, (*top, *above), last, text.encode(), mode=self.file_mode, dir_mode=self.dir_mode,
+            self.root, (*top, *above), last, text.encode(), mode=self.modes.file, dir_mode=self.modes.folder,
             replace=replace,
         )  # fmt: skip
 

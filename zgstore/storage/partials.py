@@ -17,7 +17,7 @@ from zgstore.errors import Corrupt
 from zgstore.format.action import decode_sealed, encode_sealed
 from zgstore.format.digest import Digest
 from zgstore.storage import locks
-from zgstore.storage.files import directory, fault, faults, read_all, write_file
+from zgstore.storage.files import Modes, directory, fault, faults, read_all, write_file
 
 FOLDER: Final = "partials"
 MAX_MARKER_BYTES: Final = 16 << 20
@@ -55,18 +55,17 @@ def alone(root: Path, *, mode: int) -> AbstractContextManager[None]:
     return locks.hold(root, "partials", exclusive=True, wait_seconds=WAIT_SECONDS, mode=mode, what="the parts")
 
 
-def mark(root: Path, snapshot: Digest, columns: Collection[str], *, mode: int, dir_mode: int) -> None:
+def mark(root: Path, snapshot: Digest, columns: Collection[str], modes: Modes) -> None:
     """Say that only ``columns`` are meant to be here; durable when it returns.
 
     Args:
         root: The store.
         snapshot: Whose columns.
         columns: Their names.
-        mode: Permissions of the file.
-        dir_mode: Permissions of the folder, where it is made.
+        modes: Permissions of the file, and of the folder where it is made.
     """
     value = {"kind": "partial", "snapshot": snapshot.raw, "columns": sorted(columns)}
-    write_file(root, (FOLDER,), snapshot.hex, encode_sealed("partial", value), mode=mode, dir_mode=dir_mode)
+    write_file(root, (FOLDER,), snapshot.hex, encode_sealed("partial", value), mode=modes.file, dir_mode=modes.folder)
 
 
 def clear(root: Path, snapshot: Digest) -> None:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from zgstore.errors import Conflict, Corrupt, Invalid, Missing, NotFound, Transient, ZgError
 from zgstore.format.digest import Digest
-from zgstore.storage.files import directory, faults, listing, read_all
+from zgstore.storage.files import Modes, directory, faults, listing, read_all
 from zgstore.storage.naming import MAX_FILE_BYTES, NamedFiles, check_clashes, check_name, is_name, parse_digest, torn
 
 KINDS: Final = {"head": "heads", "tag": "tags"}
@@ -101,13 +101,12 @@ class Refs:
 
     Args:
         root: The store.
-        file_mode: Permissions of files.
-        dir_mode: Permissions of folders.
+        modes: Permissions.
     """
 
-    def __init__(self, root: Path, *, file_mode: int, dir_mode: int) -> None:
+    def __init__(self, root: Path, modes: Modes) -> None:
         self.root = root
-        self._files = NamedFiles(root, file_mode=file_mode, dir_mode=dir_mode)
+        self._files = NamedFiles(root, modes)
 
     # -- refs and tags ---------------------------------------------------------------------------------------------
 

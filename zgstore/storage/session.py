@@ -54,7 +54,7 @@ class Session:
     def _open_folder(self) -> int:
         with (
             faults("making a session's folder"),
-            directory(self.store.path, "tmp", self.uuid, make=self.store.dir_mode) as folder,
+            directory(self.store.path, "tmp", self.uuid, make=self.store.modes.folder) as folder,
         ):
             return os.dup(folder)
 
@@ -204,7 +204,7 @@ class Session:
         with self._step() as hold:
             self._require(digest, parts)
             self._name([each.raw for each, _, _ in drafts], "meta")
-            with partials.alone(self.store.path, mode=self.store.file_mode):
+            with partials.alone(self.store.path, mode=self.store.modes.file):
                 was_here = self._is_here(digest)
                 # Before the snapshot: one that is here without a marker counts as whole.
                 self._mark_part(digest, columns, was_here=was_here)
@@ -299,7 +299,7 @@ class Session:
         elif not was_here or expected is not None:
             # A marker that outlived its snapshot says nothing of what is here now.
             union = {*columns, *(expected or () if was_here else ())}
-            partials.mark(store.path, snapshot, union, mode=store.file_mode, dir_mode=store.dir_mode)
+            partials.mark(store.path, snapshot, union, modes=store.modes)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

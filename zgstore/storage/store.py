@@ -19,7 +19,7 @@ from zgstore.format.readplan import ReadPlan
 from zgstore.storage import plans
 from zgstore.storage.builds import Build
 from zgstore.storage.config import CONFIG, OBJECT_MODE, POLICIES, make_store, read_config
-from zgstore.storage.files import Stat, clock, directory, faults, listing
+from zgstore.storage.files import Modes, Stat, clock, directory, faults, listing
 from zgstore.storage.index import Index, Stamp
 from zgstore.storage.leases import Lease, Leases
 from zgstore.storage.memos import Memos
@@ -71,17 +71,17 @@ class Store:
         """
         root = Path(os.path.abspath(path))  # noqa: PTH100  (a link to a store stays the name people gave it)
         config = read_config(root)
-        modes = {"file_mode": config.file_mode, "dir_mode": config.dir_mode}
-        index = Index(root, folder=config.index, **modes)
+        modes = POLICIES[config.policy]
+        index = Index(root, modes, folder=config.index)
         return cls(
             path=root,
             id=config.id,
             policy=config.policy,
-            objects=Objects(root, file_mode=OBJECT_MODE, dir_mode=config.dir_mode, trusted=_Trust(index, root)),
+            objects=Objects(root, file_mode=OBJECT_MODE, dir_mode=modes.folder, trusted=_Trust(index, root)),
             index=index,
-            refs=Refs(root, **modes),
-            leases=Leases(root, **modes),
-            memos=Memos(root, **modes),
+            refs=Refs(root, modes),
+            leases=Leases(root, modes),
+            memos=Memos(root, modes),
         )
 
     @classmethod
@@ -102,14 +102,9 @@ class Store:
         return cls.open(root)
 
     @property
-    def dir_mode(self) -> int:
-        """Permissions of folders under the policy."""
-        return POLICIES[self.policy][0]
-
-    @property
-    def file_mode(self) -> int:
-        """Permissions of files that change, under the policy."""
-        return POLICIES[self.policy][1]
+    def modes(self) -> Modes:
+        """Permissions under the policy."""
+        return POLICIES[self.policy]
 
     # -- the machine -----------------------------------------------------------------------------------------------
 
