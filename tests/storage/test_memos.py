@@ -74,6 +74,17 @@ def test_a_measurement_is_replaced_whole(memos):
     assert list(memos.measurements()) == [{"entries": [1, 2]}]
 
 
+def test_a_measurement_in_the_place_of_another_was_never_made(memos, store):
+    other = digest_of("action", b"other")
+    memos.put_measurement(KEY, {"entries": [1]})
+    memos.put_measurement(other, {"rows": b"", "count": 0})
+    folder = store.path / "measurements"
+    (folder / f"{KEY.hex}.msgpack").replace(folder / f"{other.hex}.msgpack")
+    assert memos.measurement(other) is None
+    assert list(memos.measurements()) == []
+    assert memos.measurement(KEY) is None
+
+
 def test_a_torn_measurement_was_never_made(memos, store):
     memos.put_measurement(KEY, {"entries": [1]})
     path = store.path / "measurements" / f"{KEY.hex}.msgpack"

@@ -131,7 +131,7 @@ class Memos:
     # -- measurements ----------------------------------------------------------------------------------------------
 
     def measurement(self, key: Digest) -> dict[str, Any] | None:
-        """What was measured under a key; None if nothing was, or if what was kept is torn."""
+        """What was measured under a key; None if nothing was, or if what was kept is torn or about another key."""
         return self._measurement(f"{key.hex}.msgpack")
 
     def _measurement(self, name: str) -> dict[str, Any] | None:
@@ -142,12 +142,14 @@ class Memos:
             value = decode_sealed("measurement", content)
         except (FileNotFoundError, Corrupt):
             return None
-        return value if isinstance(value, dict) else None
+        if not isinstance(value, dict) or value.pop("key", None) != bytes.fromhex(name.partition(".")[0]):
+            return None
+        return value
 
     def put_measurement(self, key: Digest, value: Mapping[str, Any]) -> None:
         """Keep what was measured under a key, in place of what was there; durable when it returns."""
         write_file(
-            self.root, ("measurements",), f"{key.hex}.msgpack", encode_sealed("measurement", value),
+            self.root, ("measurements",), f"{key.hex}.msgpack", encode_sealed("measurement", {**value, "key": key.raw}),
             mode=self._modes.file, dir_mode=self._modes.folder,
         )  # fmt: skip
 
