@@ -47,3 +47,21 @@ def test_a_collector_without_grace_beside_writers_loses_nothing(tmp_path):
     assert freed, "the collector never got in between"
     assert list(verify(store)) == []
     assert {ref.kind for ref in store.refs.list()} == {"head", "tag"}
+
+
+def test_what_a_ref_named_for_a_moment_of_a_collection_stays_with_its_entry(tmp_path, monkeypatch):
+    store = Store.init(tmp_path / "store")
+    publish(store, "main", [0])
+    loose = publish(store, "other", [1])
+    store.refs.remove("other", "head")
+    forget = collector._Collection._expire_reflogs
+
+    def then_main_moves_twice(collection):
+        forget(collection)
+        store.point("main", "head", loose)
+        publish(store, "main", [2])
+
+    monkeypatch.setattr(collector._Collection, "_expire_reflogs", then_main_moves_twice)
+    collector.collect(store, now=True, keep_last=1)
+    assert [entry.new for entry in store.refs.log("main")][1] == loose
+    assert list(verify(store)) == []

@@ -293,7 +293,8 @@ class _Recheck:
 
     def loose(self, items: Sequence[tuple[str, Digest]]) -> set[tuple[str, Digest]]:
         """Those of the items (family, digest) that nothing keeps."""
-        found = roots(self.store, retention=self.rules.retention, now=self.rules.now)
+        # A ref that moved since leaves entries that nobody forgets now, by whatever clock or number they would be due.
+        found = roots(self.store, retention=self.rules.retention, now=self.rules.now, expired=True)
         for root in found.named:
             self.since.add(root.digest, root.kind)
         batch = DigestSet(b"".join(digest.raw for _, digest in items))

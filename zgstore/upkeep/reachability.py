@@ -119,8 +119,14 @@ def _is_here(store: Store, digest: Digest) -> bool:
     return store.objects.stats([digest], "meta", strict=False) != [None]
 
 
-def roots(store: Store, *, retention: Retention, now: float) -> Roots:
+def roots(store: Store, *, retention: Retention, now: float, expired: bool = False) -> Roots:
     """The roots as they are; callers hold the store lock where a moment's truth is needed.
+
+    Args:
+        store: Whose.
+        retention: Which reflog entries keep.
+        now: What ages are counted to.
+        expired: Whether what was past retention has been forgotten: then each entry that a ref still has keeps.
 
     Raises:
         Corrupt: if a ref, reflog entry or hold is torn.
@@ -134,7 +140,7 @@ def roots(store: Store, *, retention: Retention, now: float) -> Roots:
         if move is not None and retention.keeps_newest(move, now):
             named_by = [digest.raw for digest in (move.new, move.record) if digest is not None]
             coming.append((f"{ref.kind} {ref.name}, about to name {move.new.short}", b"".join(named_by)))
-        for at, entry in enumerate(log[: retention.kept(log, now)]):
+        for at, entry in enumerate(log if expired else log[: retention.kept(log, now)]):
             name = f"{ref.name}@{{{at}}}"
             named.append(Root("reflog", name, entry.new))
             if entry.record is not None:
