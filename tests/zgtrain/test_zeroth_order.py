@@ -159,3 +159,37 @@ def test_a_decoder_without_gated_products_is_one_black_box():
     prediction = method.forward(noise_of(2, 4, 8), {}, (0, 0))
     assert method.backward(prediction.square().sum()) == 10
     assert all(parameter.grad is not None for parameter in block.parameters())
+
+
+class Shared(torch.nn.Module):
+    """One module under two names, a parameter of two modules, and a source that is written over."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.mix = torch.nn.Linear(3, 3, dtype=dtype)
+        self.again = self.mix
+        self.other = torch.nn.Linear(3, 3, bias=False, dtype=dtype)
+        self.other.weight = self.mix.weight
+        self.register_buffer("scale", torch.tensor(1.1, dtype=dtype))
+
+    def forward(self, x):
+        return self.other(self.again(x.mul_(self.scale)))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.2)])
+def test_a_block_with_shared_parts_that_writes_over_its_source_is_asked_as_it_is(dtype, tolerance):
+    torch.manual_seed(0)
+    block, source = Shared(dtype), noise_of(2, 4, 3).to(dtype)
+    before, kept = dict(block.named_parameters()), source.clone()
+    cotangent = noise_of(2, 4, 3, seed=5).to(dtype)
+    block(source.clone()).backward(cotangent)
+    exact = torch.cat([each.grad.float().flatten() for each in block.parameters()])
+    block.zero_grad()
+    spec = GradientSpec("zeroth-order", 12, "orthogonal", epsilon=1e-2 if dtype is torch.float32 else 0.25)
+    method = ZerothOrder(spec, block, forward=lambda block, x, _context: block(x))
+    method.forward(source, {}, (0, 0)).backward(cotangent)
+    found = torch.cat([each.grad.float().flatten() for each in block.parameters()])
+    assert (found - exact).norm() < tolerance * exact.norm()
+    assert torch.equal(source, kept)
+    assert {name: id(each) for name, each in block.named_parameters()} == {n: id(each) for n, each in before.items()}
+    assert all(each.requires_grad for each in block.parameters())

@@ -7,6 +7,8 @@ of its parameters, which are probed apart: jointly, each would be noise to the o
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -172,8 +174,9 @@ class Whole:
         self._called = _Called(block, forward)
         self._context, self._asking = context, asking
         self._keys = asking.next_key(), asking.next_key()
-        self._trained = {name: each for name, each in self._called.named_parameters() if each.requires_grad}
-        device = next(iter(self._trained.values())).device
+        self._trained = [each for each in self._called.parameters() if each.requires_grad]
+        self._names = _names_of(self._called)
+        device = self._trained[0].device
         self._draws = _Draws(device)
         self._autocast = (
             device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
@@ -181,16 +184,17 @@ class Whole:
 
     def predict(self, source: Tensor) -> Tensor:
         """The block's answer as a node of the graph."""
-        return put_in(self, source, *self._trained.values())
+        return put_in(self, source, *self._trained)
 
     def answer(self, *inputs: Tensor) -> Tensor:
         refuse_autograd()
-        found: Any = self._called(inputs[0], self._context)
+        # What is asked again later, and held against the target, must not be what a block writes over.
+        found: Any = self._called(inputs[0].clone(), self._context)
         if not isinstance(found, Tensor):
             raise zgstore.Invalid(
                 f"the block gave a {type(found).__name__}", hint="return one tensor: the state after its last layer"
             )
-        return found.clone() if found is inputs[0] else found
+        return found
 
     def cotangents(self, inputs: Sequence[Tensor], cotangent: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
         source, *parameters = inputs
@@ -198,11 +202,12 @@ class Whole:
         vector = torch.cat([each.flatten() for each in parameters]).unsqueeze(0)
 
         def of_parameters(rows: Tensor) -> Tensor:
-            moved = [part.view_as(each) for part, each in zip(torch.split(rows[0, 0], sizes), parameters, strict=True)]
-            return self._query(source, moved).reshape(1, 1, -1)
+            parts = torch.split(rows[0, 0], sizes)
+            moved = [part.view_as(each).to(each.dtype) for part, each in zip(parts, parameters, strict=True)]
+            return self._query(source.clone(), moved).reshape(1, 1, -1)
 
         def of_source(rows: Tensor) -> Tensor:
-            return self._query(rows.view_as(source).to(source.dtype), parameters).reshape(1, len(source), -1)
+            return self._query(rows.view_as(source).to(source.dtype, copy=True), parameters).reshape(1, len(source), -1)
 
         spec = self._asking.spec
         by_row = cotangent.reshape(len(source), -1)
@@ -218,12 +223,26 @@ class Whole:
 
     def _query(self, source: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         self._asking.queries += 1
-        buffers = {name: each.clone() for name, each in self._called.named_buffers()}
+        instead = [*zip(self._trained, parameters, strict=True)]
+        instead += [(each, each.clone()) for each in self._called.buffers()]
+        moved = {name: other for each, other in instead for name in self._names[id(each)]}
         kind, dtype, enabled = self._autocast
         with self._draws.again(), torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False):
-            moved = {**dict(zip(self._trained, parameters, strict=True)), **buffers}
-            found: Tensor = functional_call(self._called, moved, (source, self._context))
+            found: Tensor = functional_call(self._called, moved, (source, self._context), tie_weights=False)
         return found
+
+
+def _names_of(module: nn.Module) -> dict[int, list[str]]:
+    """Of each parameter and buffer, by its id, the names that it has; of a module with several names, under one.
+
+    ``functional_call`` would put a tensor in under each name of its module, and take the first out again last.
+    """
+    names: dict[int, list[str]] = defaultdict(list)
+    for path, each in module.named_modules():
+        kept = (each.named_parameters(recurse=False, remove_duplicate=False), each.named_buffers(recurse=False))
+        for name, tensor in itertools.chain(*kept):
+            names[id(tensor)].append(f"{path}.{name}" if path else name)
+    return names
 
 
 class _Called(nn.Module):
