@@ -131,7 +131,10 @@ class Table:
     def _stored(self, indices: Indices) -> Rows:
         rows = np.asarray(indices)
         if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
-            raise TypeError(f"indices are a list of whole numbers, not {indices!r:.80}")
+            raise TypeError(
+                f"indices are a list of whole numbers, not {indices!r:.80}; "
+                "a DataLoader whose sampler gives whole batches takes batch_size=None"
+            )
         rows, size = rows.astype(np.int64), len(self)
         rows = np.where(rows < 0, rows + size, rows)
         outside = (rows < 0) | (rows >= size)
