@@ -223,7 +223,7 @@ class Whole:
 
     def _query(self, source: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         self._asking.queries += 1
-        instead = [*zip(self._trained, parameters, strict=True)]
+        instead: list[tuple[Tensor, Tensor]] = [*zip(self._trained, parameters, strict=True)]
         instead += [(each, each.clone()) for each in self._called.buffers()]
         moved = {name: other for each, other in instead for name in self._names[id(each)]}
         kind, dtype, enabled = self._autocast
