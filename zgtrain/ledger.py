@@ -19,6 +19,13 @@ WINDOW: Final = 32  # steps of the first and of the last window
 Log = Callable[[Mapping[str, Any]], None]
 
 
+def not_finite(what: str, *, step: int) -> zgstore.NonFinite:
+    """What ends a training that has left the numbers; it is raised before anything is saved."""
+    return zgstore.NonFinite(
+        what, hint="lower the learning rate, or clip; the last checkpoint, from before, is kept", step=step
+    )
+
+
 @dataclass(slots=True)
 class Ledger:
     """The counts of one block. All but the pending numbers is in its checkpoint, so that sums go over all runs.
@@ -91,7 +98,7 @@ class Ledger:
         """Look at the device: the numbers since the last look go into windows and log.
 
         Raises:
-            zgstore.NonFinite: if a loss is not finite.
+            zgstore.NonFinite: if a loss or a gradient's norm is not finite.
         """
         rows = []
         if self._pending:
@@ -103,12 +110,9 @@ class Ledger:
         seconds = self.tick()
         for step, (row, (lr, tokens)) in enumerate(zip(rows, beside, strict=True), self.step - len(rows) + 1):
             loss, boundary, error, moved, norm = row
-            if not math.isfinite(loss):
-                raise zgstore.NonFinite(
-                    f"the loss of step {step} is {loss}",
-                    hint="lower the learning rate, or clip; the last checkpoint, from before, is kept",
-                    step=step,
-                )
+            for what, number in (("loss", loss), ("gradient's norm", norm)):
+                if not math.isfinite(number):
+                    raise not_finite(f"the {what} of step {step} is {number}", step=step)
             if len(self.first) < WINDOW:
                 self.first.append(loss)
             self.last = [*self.last[1 - WINDOW :], [loss, error, moved]]

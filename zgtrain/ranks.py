@@ -107,3 +107,9 @@ def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered, on every process; any other as it is."""
     found: Any = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return found  # type: ignore[no-any-return]
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Of a sharded tensor what this process holds; any other as it is."""
+    found: Any = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return found  # type: ignore[no-any-return]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import zgstore
 from zgtrain.checkpoint import block_state, capture_rng, load, restore_block, restore_rng, save, seed_all, state_digest
-from zgtrain.ledger import Ledger, Log
-from zgtrain.ranks import Ranks
+from zgtrain.ledger import Ledger, Log, not_finite
+from zgtrain.ranks import Ranks, own_part
 from zgtrain.sharded import load_fields, load_sharded, newest, save_sharded
 from zgtrain.source import LIVE, Source
 
@@ -31,12 +31,13 @@ def keeper(
     log: Log,
     ranks: Ranks,
 ) -> Callable[[], None]:  # fmt: skip
-    """What saves everything, so that a job that ends there goes on as if it had not."""
+    """What saves everything, so that a job that ends there goes on as if it had not; what is not finite it refuses."""
     read, kept = data.bytes_read, [-1, ""]
 
     def keep() -> None:
         nonlocal read, kept
         ledger.look(log, ranks)
+        _refuse_not_finite(block, step=ledger.step, ranks=ranks)
         ledger.bytes_read += data.bytes_read - read
         read = data.bytes_read
         who.update(_place(data))
@@ -55,6 +56,15 @@ def keeper(
         ledger.seconds["checkpoint"] += time.perf_counter() - began
 
     return keep
+
+
+def _refuse_not_finite(block: nn.Module, *, step: int, ranks: Ranks) -> None:
+    """See that a step whose loss and gradient were finite did not itself leave the numbers, as too high a rate does."""
+    trained = {name: own_part(each.detach()) for name, each in block.named_parameters() if each.requires_grad}
+    finite = torch.stack([each.isfinite().all() for each in trained.values()]).tolist()  # one look at the device
+    if ranks.any(not all(finite)):
+        names = [name for name, good in zip(trained, finite, strict=True) if not good]
+        raise not_finite(f"parameter {', '.join(names[:3]) or 'shards'} of step {step} is not finite", step=step)
 
 
 def note(path: Path, **told: Any) -> None:

@@ -115,7 +115,7 @@ def train_block(
         zgstore.Interrupted: if asked to stop; the state is saved.
         zgstore.Corrupt: if a damaged shard is met; the state of the step before is saved.
         zgstore.Refused: for a padded mask without ``forward``, or a checkpoint of something else.
-        zgstore.NonFinite: if the loss is not finite; the last checkpoint stays.
+        zgstore.NonFinite: if the loss, the gradient or a parameter is not finite; the last checkpoint stays.
     """
     data = reader if isinstance(reader, Source) else cached(reader, source, target)
     place = device_of(device)
@@ -164,7 +164,7 @@ def train_block(
                     ledger.leaving_bytes = max(ledger.leaving_bytes, leaving_gradient_bytes(part, block))
                 ledger.queries += method.backward(part * ranks.replicas if ranks.replicas > 1 else part)
             ranks.mean_gradients(parameters)
-            norm = 0.0 if max_grad_norm is None else nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+            norm = _clipped(parameters, max_grad_norm)
             lr = set_rate(optimizer, rate(schedule, ledger.step, steps))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -291,6 +291,15 @@ def _beside(
         return boundary, nothing, nothing
     with torch.no_grad():
         return boundary, *residual_error(prediction, batch.source, batch.target, batch.context.get("mask"))
+
+
+def _clipped(parameters: list[nn.Parameter], most: float | None) -> Tensor:
+    """The gradient's norm before clipping; without any it is had too, as it shows what is not finite."""
+    if most is not None:
+        return nn.utils.clip_grad_norm_(parameters, most)
+    norms = [torch.linalg.vector_norm(each.grad) for each in parameters if each.grad is not None]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms or [parameters[0].new_zeros(())]))
+    return norm
 
 
 def _pull(optimizer: torch.optim.Optimizer, block: nn.Module, initial: Mapping[str, Tensor], anchor: float) -> None:

@@ -292,6 +292,29 @@ def test_a_loss_that_is_not_finite_ends_it_and_keeps_the_last_checkpoint(store, 
     assert load(tmp_path / "c.pt")["ledger"]["step"] == 4
 
 
+@pytest.mark.parametrize("max_grad_norm", [1.0, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("steps", [7, 5], ids=["on the way", "at the last step"])
+def test_a_gradient_that_is_not_finite_ends_it_before_anything_is_saved(store, tmp_path, max_grad_norm, steps):
+    calls = itertools.count()
+
+    def loss(prediction, target, context):
+        error = (prediction - target).square().mean(-1)
+        return error + (prediction[..., 0] * 0).sqrt() if next(calls) == 4 else error  # adds 0, whose slope is NaN
+
+    with pytest.raises(zgstore.NonFinite, match="gradient's norm of step 5 is nan"):
+        train(store, loss=loss, steps=steps, max_grad_norm=max_grad_norm, checkpoint=tmp_path / "c.pt",
+              checkpoint_every=1, log_every=100)  # fmt: skip
+    kept = load(tmp_path / "c.pt")
+    assert kept["ledger"]["step"] == 4
+    assert all(tensor.isfinite().all() for tensor in kept["block_state"].values())
+
+
+def test_a_rate_that_drives_parameters_out_of_the_numbers_is_not_done(store, tmp_path):
+    with pytest.raises(zgstore.NonFinite, match=r"parameter up\.weight.* of step 1 is not finite"):
+        train(store, lr=float("inf"), steps=1, checkpoint=tmp_path / "c.pt")
+    assert not (tmp_path / "c.pt").exists()
+
+
 def test_a_prediction_of_another_shape_is_refused(store):
     with pytest.raises(zgstore.Invalid, match="its target is"):
         train(store, forward=lambda block, source, context: (block(source),))
