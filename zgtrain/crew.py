@@ -43,6 +43,7 @@ class BlockRun:
         device: Where it ran last.
         error: The last one, as ``--json`` prints it.
         report: Of a block that is done.
+        unsaved: Whether its process was stopped and ended otherwise than one that has saved.
     """
 
     block: int
@@ -51,6 +52,7 @@ class BlockRun:
     device: str | None = None
     error: dict[str, Any] | None = None
     report: dict[str, Any] | None = None
+    unsaved: bool = False
 
 
 @dataclass(slots=True)
@@ -62,7 +64,7 @@ class Child:
     told: bool = False  # to stop
 
     def terminate(self) -> None:
-        """Once: a second signal would end it before it has saved."""
+        """Once: more would say nothing new."""
         if not self.told and self.process.poll() is None:
             self.told = True
             self.process.send_signal(signal.SIGTERM)
@@ -127,7 +129,7 @@ class Crew:
             if child.process.poll() is not None:
                 del self._children[slot]
                 self._ended(self.runs[self._at.pop(slot)], child)
-        for slot in range(self.width):
+        for slot in range(min(self.width, len(self.runs))):
             if slot not in self._children and self._ready():
                 run = next((each for each in self.runs if each.state == WAITING), None)
                 if run is not None:
@@ -193,6 +195,7 @@ class Crew:
         if child.told or self._stopping:  # for the build's sake, or everybody's
             run.attempts -= not self._stopping
             run.state = STOPPED if self._stopping else WAITING
+            run.unsaved = self._stopping and child.process.returncode != zgstore.Interrupted.exit_code
         elif self._build_id and child.process.returncode == zgstore.Interrupted.exit_code:  # its build went first
             run.attempts -= 1
             run.state = WAITING

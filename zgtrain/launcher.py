@@ -168,7 +168,7 @@ class LaunchReport:
         """What is wrong; None if every block is done."""
         failed = [run for run in self.blocks if run.state == FAILED]
         if not failed:
-            return interrupted() if self.stopped else None
+            return interrupted([run.block for run in self.blocks if run.unsaved]) if self.stopped else None
         first = failed[0].error or {}
         names = ", ".join(str(run.block) for run in failed)
         what = f"block {names} of {len(self.blocks)}" if len(failed) == 1 else f"blocks {names} of {len(self.blocks)}"
@@ -241,6 +241,15 @@ def launch(
     )
 
 
-def interrupted() -> zgstore.Interrupted:
-    """What a launch says that was asked to stop."""
-    return zgstore.Interrupted("stopped; every block's state is saved", hint="run the same launch again: it resumes")
+def interrupted(unsaved: Sequence[int] = ()) -> zgstore.Interrupted:
+    """What a launch says that was asked to stop.
+
+    Args:
+        unsaved: Blocks whose process ended without saying that it has saved.
+    """
+    again = "run the same launch again: it resumes"
+    if not unsaved:
+        return zgstore.Interrupted("stopped; the state of every block that ran is saved", hint=again)
+    names = ", ".join(map(str, unsaved))
+    message = f"stopped; block {names} did not say that it has saved, and goes on from its last checkpoint"
+    return zgstore.Interrupted(message, hint=again, unsaved=list(unsaved))

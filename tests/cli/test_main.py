@@ -332,6 +332,31 @@ def test_a_second_signal_ends_at_once(store, tmp_path):
     assert out.count(b"\n") == 1
 
 
+SAVES = """
+import sys, time
+from zgstore.cli.console import Screen
+from zgstore.cli.session import Options, Session
+told = []
+session = Session(Options(), Screen())
+with session.signals(), session.stops_by(told.append, saves=True):
+    sys.stderr.write("ready\\n"); sys.stderr.flush()
+    while not told:
+        time.sleep(0.01)
+    time.sleep(1)
+sys.stderr.write(f"saved, told {len(told)} time")
+"""
+
+
+def test_sigterm_again_ends_nothing_that_is_saving():
+    process = subprocess.Popen([sys.executable, "-c", SAVES], stderr=subprocess.PIPE, text=True)
+    assert process.stderr.readline() == "ready\n"
+    for _ in range(3):  # of the batch system, of its step, of the launch
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    _, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (0, "saved, told 1 time")
+
+
 def test_waiting_for_a_busy_store_ends_in_time(store, zg):
     with store.leases.gc_lock():
         started = time.monotonic()

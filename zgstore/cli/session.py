@@ -51,6 +51,7 @@ class Session:
         self.screen = screen
         self.stopping = False
         self._on_signal: Callable[[int], None] | None = None
+        self._saves = False
 
     def store_path(self) -> Path:
         """Where the store is.
@@ -108,13 +109,19 @@ class Session:
                 signal.signal(number, signal.SIG_IGN if self.stopping else handler)
 
     @contextmanager
-    def stops_by(self, act: Callable[[int], None]) -> Iterator[None]:
-        """The first signal calls ``act`` with its number instead of ending the command."""
-        self._on_signal = act
+    def stops_by(self, act: Callable[[int], None], *, saves: bool = False) -> Iterator[None]:
+        """The first signal calls ``act`` with its number instead of ending the command.
+
+        Args:
+            act: What is done.
+            saves: Whether there is something to be saved, which SIGTERM once more does not cut short: a batch system
+                sends it to each process, and so does the process's own parent.
+        """
+        self._on_signal, self._saves = act, saves
         try:
             yield
         finally:
-            self._on_signal = None
+            self._on_signal, self._saves = None, False
 
     @contextmanager
     def finishes_shards(self, under_way: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
@@ -130,6 +137,8 @@ class Session:
 
     def _signalled(self, number: int, _: FrameType | None) -> None:
         if self.stopping:
+            if self._saves and number == signal.SIGTERM:
+                return
             self._end_at_once()
         self.stopping = True
         if self._on_signal is None:

@@ -43,7 +43,9 @@ def launch(
     loaded = job_of(ctx, job)
     with (
         LiveTable(sys.stderr.isatty() and not session.options.quiet) as table,
-        session.stops_by(lambda _: session.note("stopping all blocks, their states saved; once more ends at once")),
+        session.stops_by(
+            lambda _: session.note("stopping all blocks, so that they save; Ctrl-C again ends at once"), saves=True
+        ),
     ):
         from zgtrain import launcher  # noqa: PLC0415 - loads torch, which the help need not
 

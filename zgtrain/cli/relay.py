@@ -39,7 +39,10 @@ def relay(
     if loaded.train.deterministic:
         os.environ.setdefault(*DETERMINISTIC)  # before CUDA starts
     shown = sys.stderr.isatty() and not session.options.quiet
-    with ExitStack() as lines, session.stops_by(lambda _: session.note("saving; once more ends at once")):
+    with (
+        ExitStack() as lines,
+        session.stops_by(lambda _: session.note("saving; Ctrl-C again ends at once"), saves=True),
+    ):
 
         def of(block: int) -> StepLine:
             lines.close()

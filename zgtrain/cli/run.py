@@ -51,7 +51,7 @@ def run(
     shown = sys.stderr.isatty() and not session.options.quiet
     with (
         StepLine(f"block {block}", loaded.train.steps, shown) as line,
-        session.stops_by(lambda _: session.note("saving; once more ends at once")),
+        session.stops_by(lambda _: session.note("saving; Ctrl-C again ends at once"), saves=True),
     ):
         from zgtrain import blocks  # noqa: PLC0415 - loads torch, which the help need not
 
@@ -82,12 +82,12 @@ def _together(session: Session, processes: int, folder: Path, block: int) -> dic
     child: list[Child] = []
 
     def end(_: int) -> None:
-        session.note(f"saving in {processes} processes; once more ends at once")
+        session.note(f"saving in {processes} processes; Ctrl-C again ends at once")
         for each in child:
             each.terminate()
 
     folder.mkdir(parents=True, exist_ok=True)
-    with session.stops_by(end), (folder / ERRORS).open("ab") as errors:
+    with session.stops_by(end, saves=True), (folder / ERRORS).open("ab") as errors:
         begin = errors.tell()
         child.append(started([*torchrun, *words, "--json", "--quiet"], errors))
         while True:

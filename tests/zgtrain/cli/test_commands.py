@@ -115,7 +115,7 @@ def test_a_signal_saves_and_a_second_run_ends_as_one_that_was_not_stopped(zg, tm
     thread.join()
     assert ran.code == 130
     assert ran.json["error"]["kind"] == "interrupted"
-    assert ran.err == "saving; once more ends at once\n"
+    assert ran.err == "saving; Ctrl-C again ends at once\n"
     at = status(job)[1]
     assert at.state == "stopped"
     assert 0 < at.checkpoint_step == at.step < 3000
