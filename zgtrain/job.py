@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -347,6 +347,43 @@ def parse_job(value: Mapping[str, Any], *, path: Path) -> Job:
             'name what makes logits of the last boundary: interface = "module:function"',
         )  # fmt: skip
     return job
+
+
+# ---- what a caller of the library says, read as a job file is ----
+
+
+def schedule_of(said: ScheduleSpec | Arguments | str) -> ScheduleSpec:
+    """A schedule by its name, as a job file's table, or ready made.
+
+    Raises:
+        zgstore.Invalid: for what a job file may not say; so do those below.
+    """
+    return _schedule(_called("schedule", said).section("schedule"))
+
+
+def gradient_of(said: GradientSpec | Arguments | str) -> GradientSpec:
+    """The same of how a gradient is had."""
+    return _gradient(_called("gradient", said))
+
+
+def loss_of(said: Arguments | str) -> LossSpec:
+    """The same of a loss, whose functions are looked for from the current folder on."""
+    return _loss(_called("loss", said))
+
+
+def refuse_unknown(*, order: str, precision: str) -> None:
+    """See that both are known."""
+    _called("order", order).one_of("order", ORDERS, default="")
+    _called("precision", precision).one_of("precision", PRECISIONS, default="")
+
+
+def _called(key: str, said: Any) -> Section:
+    """A call's argument as the table that a file has; of three of them a name alone stands for a table."""
+    if isinstance(said, ScheduleSpec | GradientSpec):
+        said = asdict(said)
+    elif key in {"schedule", "gradient", "loss"} and isinstance(said, str):
+        said = {"name": said}
+    return Section({key: said}, "", Path("train_block"), kind="call")
 
 
 def _text(target: Target | None) -> str | None:

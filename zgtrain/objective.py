@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zgstore
-from zgtrain.job import LossSpec
+from zgtrain.job import LossSpec, loss_of
 from zgtrain.noise import WEIGHT
 from zgtrain.source import IGNORED_LABEL, Batch
 
@@ -166,7 +166,7 @@ class Objective:
 
 
 def make_objective(
-    loss: LossSpec | str | Callable[..., Tensor] | None = None,
+    loss: LossSpec | Mapping[str, Any] | str | Callable[..., Tensor] | None = None,
     interface: nn.Module | None = None,
     *,
     boundary: str = "",
@@ -175,7 +175,7 @@ def make_objective(
     """An objective of what a job, or a caller, says.
 
     Args:
-        loss: A spec; a name; or a function ``(prediction, target, context) -> each token's loss``.
+        loss: A spec; a name; a job file's table; or a function ``(prediction, target, context) -> each token's loss``.
         interface: Frozen here.
         boundary: The target's column, for a function.
         weighted: See `Objective`.
@@ -184,6 +184,7 @@ def make_objective(
         zgstore.Invalid: for an unknown name, no weight at all, or token terms without an interface.
     """
     custom: Callable[..., Tensor] | None = None
+    loss = loss_of(loss) if isinstance(loss, Mapping) else loss
     if loss is None or isinstance(loss, LossSpec):
         spec = loss or LossSpec()
         custom = None if spec.function is None else spec.function.resolve()

@@ -22,7 +22,7 @@ from zgtrain.checkpoint import rng_kept
 from zgtrain.devices import arithmetic, device_of
 from zgtrain.gradient.method import make_method
 from zgtrain.independence import leaving_gradient_bytes
-from zgtrain.job import GradientSpec, LossSpec, OptimizerSpec, ScheduleSpec
+from zgtrain.job import GradientSpec, LossSpec, OptimizerSpec, ScheduleSpec, refuse_unknown, schedule_of
 from zgtrain.ledger import Log
 from zgtrain.noise import LOOKED_AT, Noise, denoising, noised, refuse_names
 from zgtrain.objective import BOUNDARY, Objective, anchor_, make_objective, residual_error
@@ -50,14 +50,14 @@ def train_block(
     seed: int = 0,
     batch_size: int = 4,
     order: str = "shuffled",
-    schedule: ScheduleSpec | str = "constant",
+    schedule: ScheduleSpec | Mapping[str, Any] | str = "constant",
     max_grad_norm: float | None = 1.0,
     precision: str = "fp32",
     accumulate: int = 1,
     deterministic: bool = False,
     anchor: float = 0.0,
     noise: Noise | None = None,
-    gradient: GradientSpec | str = "backprop",
+    gradient: GradientSpec | Mapping[str, Any] | str = "backprop",
     validate_every: int = 0,
     validate_rows: int = 0,
     checkpoint: Path | None = None,
@@ -82,18 +82,18 @@ def train_block(
         optimizer: Over the block's parameters; default AdamW with a learning rate of 1e-4.
         steps: Optimiser steps, those of a resumed checkpoint among them.
         forward: ``(block, source, context) -> prediction``; default ``block(source)``, which knows no mask.
-        loss: A name, a ``LossSpec``, or ``(prediction, target, context) -> each token's loss``.
+        loss: A name, a ``LossSpec``, the job file's table, or ``(prediction, target, context) -> each token's loss``.
         seed: Of the order, and of every generator.
         batch_size: Rows of a micro-batch.
         order: ``shuffled``, ``sequential``, ``sequential-first``.
-        schedule: Of the learning rate.
+        schedule: Of the learning rate: a name, a ``ScheduleSpec``, or the job file's table.
         max_grad_norm: None: no clipping.
         precision: ``fp32``, or ``bf16`` for autocast.
         accumulate: Micro-batches of a step.
         deterministic: Deterministic kernels, so that resuming is bitwise on GPUs too.
         anchor: Decoupled pull towards the initial parameters.
         noise: Experimental: on the target, which ``forward`` is shown; see `zgtrain.noise`.
-        gradient: How it is had; ``backprop``, ``zeroth-order``, or a ``GradientSpec``.
+        gradient: How it is had; ``backprop``, ``zeroth-order``, a ``GradientSpec``, or the job file's table.
         validate_every: Steps between looks at the rows held out; 0: never.
         validate_rows: The first rows are kept out of the training.
         checkpoint: A file that is resumed from and saved to.
@@ -112,6 +112,7 @@ def train_block(
         What was done, and counted.
 
     Raises:
+        zgstore.Invalid: for what a job file may not say, or an optimizer of other parameters.
         zgstore.Interrupted: if asked to stop; the state is saved.
         zgstore.Corrupt: if a damaged shard is met; the state of the step before is saved.
         zgstore.Refused: for a padded mask without ``forward``, or a checkpoint of something else.
@@ -119,13 +120,14 @@ def train_block(
     """
     data = reader if isinstance(reader, Source) else cached(reader, source, target)
     place = device_of(device)
-    schedule = ScheduleSpec(schedule) if isinstance(schedule, str) else schedule
+    refuse_unknown(order=order, precision=precision)
+    schedule = schedule_of(schedule)
     forward = forward or _without_mask
     block.to(place).train()
     objective = make_objective(loss, None if interface is None else interface.to(place), boundary=data.target,
                                weighted=noise is not None and noise.sigma_data is not None)  # fmt: skip
     parameters = _trained(block)
-    optimizer = optimizer or make_optimizer(OptimizerSpec(), parameters)
+    optimizer = _over(optimizer or make_optimizer(OptimizerSpec(), parameters), parameters)
     ranks = Ranks.here(replicas=replicas)
     method = make_method(
         gradient, block, forward=_answer(forward, noise), number=block_id or 0, replica=ranks.rank % ranks.replicas
@@ -168,8 +170,7 @@ def train_block(
             lr = set_rate(optimizer, rate(schedule, ledger.step, steps))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if anchor:
-                _pull(optimizer, block, initial, anchor)
+            _pull(optimizer, block, initial, anchor)
             ledger.end_step(plan.taken(), norm=norm, lr=lr, tokens=max(counts.values()))
             if ledger.step % log_every == 0:
                 ledger.look(log, ranks)
@@ -303,6 +304,8 @@ def _clipped(parameters: list[nn.Parameter], most: float | None) -> Tensor:
 
 
 def _pull(optimizer: torch.optim.Optimizer, block: nn.Module, initial: Mapping[str, Tensor], anchor: float) -> None:
+    if not anchor:
+        return
     start = {id(parameter): initial[name] for name, parameter in block.named_parameters()}
     for group in optimizer.param_groups:
         own = [parameter for parameter in group["params"] if id(parameter) in start]
@@ -314,6 +317,16 @@ def _trained(block: nn.Module) -> list[nn.Parameter]:
     if not parameters:
         raise zgstore.Invalid("the block has no parameter to train", hint="leave requires_grad set on some of them")
     return parameters
+
+
+def _over(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    if held.isdisjoint(map(id, parameters)):
+        raise zgstore.Invalid(
+            "the optimizer holds none of the block's parameters: nothing would be trained",
+            hint="make it over block.parameters() of the block that is given, after whatever replaces them",
+        )
+    return optimizer
 
 
 def _dtype(block: nn.Module) -> torch.dtype:

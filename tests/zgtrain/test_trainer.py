@@ -12,7 +12,7 @@ from torch import nn
 
 import zgstore
 from zgtrain.checkpoint import load, state_digest
-from zgtrain.job import LossSpec, ScheduleSpec
+from zgtrain.job import GradientSpec, LossSpec, ScheduleSpec
 from zgtrain.trainer import train_block
 
 torch.set_num_threads(1)
@@ -313,6 +313,41 @@ def test_a_rate_that_drives_parameters_out_of_the_numbers_is_not_done(store, tmp
     with pytest.raises(zgstore.NonFinite, match=r"parameter up\.weight.* of step 1 is not finite"):
         train(store, lr=float("inf"), steps=1, checkpoint=tmp_path / "c.pt")
     assert not (tmp_path / "c.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "key", "hint"),
+    [
+        ({"gradient": "Backprop"}, "gradient.name", "backprop"),
+        ({"gradient": "zeroth"}, "gradient.name", "zeroth-order"),
+        ({"gradient": GradientSpec("back-prop")}, "gradient.name", "backprop"),
+        ({"gradient": {"name": "zeroth-order", "probe": 3}}, "gradient.probe", "string"),
+        ({"schedule": "cosin"}, "schedule.name", "cosine"),
+        ({"schedule": {"name": "cosine", "warm": 1}}, "schedule.warm", "warmup"),
+        ({"loss": {"name": "relative"}}, "loss.name", "relative-mse"),
+        ({"precision": "fp16"}, "precision", "bf16"),
+        ({"order": "shufled"}, "order", "shuffled"),
+    ],
+)
+def test_a_call_may_say_what_a_job_file_may_and_no_more(store, said, key, hint):
+    with pytest.raises(zgstore.Invalid) as caught:
+        train(store, steps=1, **said)
+    assert caught.value.fields["key"] == key
+    assert hint in caught.value.hint
+
+
+def test_a_call_may_say_it_as_a_job_file_does(store):
+    as_specs = train(store, schedule=ScheduleSpec("cosine", warmup=2), loss=LossSpec("mse"),
+                     gradient=GradientSpec("zeroth-order", probes=2))  # fmt: skip
+    as_tables = train(store, schedule={"name": "cosine", "warmup": 2}, loss={"name": "mse"},
+                      gradient={"name": "zeroth-order", "probes": 2})  # fmt: skip
+    assert as_tables.state_digest == as_specs.state_digest
+
+
+def test_an_optimizer_of_another_blocks_parameters_is_refused(store):
+    with zgstore.read(store, "main") as reader, pytest.raises(zgstore.Invalid, match="nothing would be trained"):
+        train_block(block_of(), reader, source="h.0", target="h.1", steps=1,
+                    optimizer=torch.optim.SGD(block_of().parameters(), lr=0.1))  # fmt: skip
 
 
 def test_a_prediction_of_another_shape_is_refused(store):
