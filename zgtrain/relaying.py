@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -81,7 +82,7 @@ def relay(
         raise zgstore.Invalid(f"{steps} steps train nothing", hint="say 1 or more after --steps")
     again = relayed(job, steps=steps)
     if fresh:
-        shutil.rmtree(again.output, ignore_errors=True)
+        _clear(again)
         again = relayed(job, steps=steps)
     _remember(again, from_scratch=from_scratch)
     store = zgstore.Store.open(job.snapshot.store)
@@ -152,6 +153,14 @@ def _begun(job: Job, block: int, *, from_scratch: bool) -> nn.Module:
     """The block as the job has trained it, else as its factory makes it."""
     report = None if from_scratch else finished(job, block)
     return make_block(job, block) if report is None else load_block(job, block, report.state_digest).train()
+
+
+def _clear(again: Job) -> None:
+    """Remove what an earlier relay left, unless one is at work there: it would write its state into the new one's."""
+    with ExitStack() as held:
+        for folder in sorted(again.output.glob("block-*")):
+            held.enter_context(alone(folder, int(folder.name.removeprefix("block-"))))
+        shutil.rmtree(again.output, ignore_errors=True)
 
 
 def _remember(job: Job, *, from_scratch: bool) -> None:

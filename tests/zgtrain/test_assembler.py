@@ -13,7 +13,7 @@ from students import CODE, built, make_job
 
 import zgstore
 from zgtrain.assembler import assemble, gather
-from zgtrain.blocks import read_report, run, write_json
+from zgtrain.blocks import alone, read_report, run, write_json
 from zgtrain.checkpoint import load, save, state_digest
 from zgtrain.job import load_job
 from zgtrain.prefixes import joined, relayed
@@ -219,6 +219,16 @@ def test_a_relay_from_scratch_needs_no_launch_and_is_another_one(tmp_path):
     with pytest.raises(zgstore.Refused, match="of another kind") as caught:
         relay(job)
     assert "--fresh" in caught.value.hint
+
+
+def test_a_fresh_relay_waits_for_nobody_and_clears_nothing_under_another(tmp_path):
+    _, job, _ = trained(tmp_path)
+    relay(job, steps=3)
+    folder = relayed(job).folder(1)
+    left = sorted(folder.iterdir())
+    with alone(folder, 1), pytest.raises(zgstore.Busy):
+        relay(job, fresh=True)
+    assert sorted(folder.iterdir()) == left
 
 
 def test_a_relay_whose_prefix_changed_is_refused_at_assembly(tmp_path):
