@@ -142,7 +142,8 @@ class Memos:
             value = decode_sealed("measurement", content)
         except (FileNotFoundError, Corrupt):
             return None
-        if not isinstance(value, dict) or value.pop("key", None) != bytes.fromhex(name.partition(".")[0]):
+        mine = bytes.fromhex(name.partition(".")[0])
+        if not isinstance(value, dict) or value.pop("key", mine) != mine:  # the oldest stores have none
             return None
         return value
 
