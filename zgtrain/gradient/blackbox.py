@@ -239,7 +239,10 @@ def _names_of(module: nn.Module) -> dict[int, list[str]]:
     """
     names: dict[int, list[str]] = defaultdict(list)
     for path, each in module.named_modules():
-        kept = (each.named_parameters(recurse=False, remove_duplicate=False), each.named_buffers(recurse=False))
+        kept = (
+            each.named_parameters(recurse=False, remove_duplicate=False),
+            each.named_buffers(recurse=False, remove_duplicate=False),
+        )
         for name, tensor in itertools.chain(*kept):
             names[id(tensor)].append(f"{path}.{name}" if path else name)
     return names
