@@ -284,6 +284,8 @@ def main() -> int:
     parser.add_argument("--sample", action="store_true", help="each kind of step once, and of each operation a few")
     parser.add_argument("--json", action="store_true", help="a JSON object for each operation, on a line")
     asked = parser.parse_args()
+    # What Python keeps of a project's modules lies in the folder too, and is no step of ours.
+    sys.dont_write_bytecode = True
     if why := steps.cannot():
         print(json.dumps({"skipped": why}) if asked.json else f"skipped: {why}")
         return 0
