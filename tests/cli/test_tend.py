@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import time
 
 import pytest
 from made import blob_of, flip, publish
 
+from zgstore.format.action import Action
+from zgstore.format.digest import digest_of
+from zgstore.storage.memos import platform_tag
 from zgstore.storage.store import Store
 
 FIELDS = {"kind", "object", "path", "snapshots", "refs", "hint"}
@@ -129,6 +133,28 @@ def test_gc_says_what_now_would_free(store, zg):
     assert "nothing was touched" in page
     assert "zgstore gc --now" in page
     assert "refs" in page
+
+
+def test_gc_says_of_now_what_it_costs_and_counts_nothing_twice(store, zg):
+    store.refs.remove("v1", "tag")
+    publish(store, "gone", 9.0)
+    captured = blob_of(store, "gone")
+    store.memos.put_action(Action(digest_of("action", b"k"), captured, 4, "F32", (3, 8), {}), platform_tag({}))
+    store.refs.remove("gone", "head")
+    dry = zg("gc", "--now", "--dry-run")
+    cost = f"--now frees 1 blob, {captured.size / 1024:.2f} KiB, captured in the last 7 days"
+    assert cost in dry.out
+    ran = zg("gc", "--now")
+    assert cost in ran.err
+    assert "trashed" not in ran.out
+    assert "leftovers  1 piece" in ran.out
+
+
+def test_gc_says_of_trash_what_frees_it(store, zg):
+    assert "trashed  0 objects, 0 B\n" in zg("gc").out
+    publish(store, None, 9.0)
+    time.sleep(0.05)
+    assert ": a gc after the grace frees them" in zg("gc", "--grace", "0.01s").out
 
 
 @pytest.mark.parametrize("words", [["--grace", "soon"], ["--keep-last", "-1"], ["--expire-reflog", "x"]], ids=" ".join)

@@ -166,7 +166,10 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
 def _size(value: dict[str, Any]) -> str:
     if value["teacher"] == "unknown" and value["shards"]["built"]:
         return "not known before the teacher is loaded: `zgstore estimate` tells"
-    return f"{size_text(value['bytes']['new'])} new of {size_text(value['bytes']['total'])}"
+    new, total = value["bytes"]["new"], value["bytes"]["total"]
+    anew = value["shards"]["reused"] == value["columns"]["reused"] == 0
+    once = "; equal bytes are stored once" if anew and new < total else ""
+    return f"{size_text(new)} new of {size_text(total)}{once}"
 
 
 def _headline(value: dict[str, Any]) -> str:

@@ -39,12 +39,13 @@ _HOW = {
 
 
 def _view(value: dict[str, Any]) -> Iterator[Block]:
-    sizes = value["bytes"]
+    sizes = {name: size_text(size) for name, size in value["bytes"].items()}
     yield Facts(
         [
             ("samples", value["samples"]),
             ("shards", value["shards"]),
-            ("size", f"{size_text(sizes['new'])} new of {size_text(sizes['total'])}, {size_text(sizes['free'])} free"),
+            ("size", f"at most {sizes['new']} new of {sizes['total']}; equal bytes are stored once"),
+            ("free", sizes["free"]),
             ("teacher", _HOW[value["teacher"]]),
             ("advice", f"batches_per_shard = {value['batches_per_shard']} makes blobs of about 32 MiB"),
         ]
