@@ -198,11 +198,11 @@ def cached(reader: zgstore.Reader, source: str, target: str, *, pins: str = "") 
         reader: With both columns, and the context that is wanted.
         source: Column of boundary b.
         target: Column of boundary b + 1.
-        pins: Digest of the snapshot's pins.
+        pins: Digest of the snapshot's pins; the reader's if not given.
     """
     _need(reader, source, target)
     kind = FOLLOWING if reader.build else CACHED
-    return Source(kind, reader, source, target, pins=pins)
+    return Source(kind, reader, source, target, pins=pins or reader.pins)
 
 
 def following(store: zgstore.Store, build: str, source: str, target: str, *, context: Sequence[str] = ()) -> Source:

@@ -42,6 +42,7 @@ def test_columns_come_in_the_order_asked_for_and_describe_themselves(dense_store
         assert reader.columns == ("input_ids", "h.0")
         assert reader.schema["h.0"].dtype == "BF16"
         assert reader.snapshot == str(dense_store.digest)
+        assert reader.pins == str(dense_store.store.snapshot(dense_store.digest).pins.digest())
         assert reader.data_digest == dense_store.data
     with pytest.raises(Invalid, match=r"h\.9"):
         read(dense_store.store, "main", columns=["h.9"])

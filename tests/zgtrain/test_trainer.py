@@ -375,6 +375,7 @@ def test_the_report_counts_and_carries_the_whole_snapshot_digest(store, tmp_path
     report = train(store, steps=40, checkpoint=tmp_path / "c.pt", log=lines.append)
     value = report.as_value()
     assert value["snapshot"] == str(store.resolve("main"))
+    assert value["pins"] == str(store.snapshot(store.resolve("main")).pins.digest())
     assert load(tmp_path / "c.pt")["snapshot"] == value["snapshot"]
     assert (value["source"], value["target"], value["targets"], value["steps"]) == ("h.0", "h.1", "cached", 40)
     assert [line["step"] for line in lines] == list(range(1, 41))

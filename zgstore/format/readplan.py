@@ -45,6 +45,7 @@ class ReadPlan:
         columns: The chosen columns, in the order asked for.
         constants: (name, dtype, shape, blob) of each constant.
         build: UUID of the growing build this plan follows; empty for a snapshot.
+        pins: Text digest of the snapshot's pins; empty for a growing build.
     """
 
     objects: str
@@ -55,3 +56,4 @@ class ReadPlan:
     columns: tuple[ColumnPlan, ...]
     constants: tuple[tuple[str, str, tuple[int, ...], BlobPlan], ...] = ()
     build: str = ""
+    pins: str = ""

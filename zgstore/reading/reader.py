@@ -102,6 +102,11 @@ class Reader(Dataset[dict[str, Tensor]]):
         return self._table.plan.snapshot
 
     @property
+    def pins(self) -> str:
+        """The digest of the snapshot's pins; empty for a growing build."""
+        return self._table.plan.pins
+
+    @property
     def build(self) -> str:
         """The growing build's UUID; empty for a snapshot."""
         return self._table.plan.build

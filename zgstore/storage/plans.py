@@ -55,6 +55,7 @@ def read_plan(store: Store, digest: Digest, columns: Sequence[str] | None = None
         shard_rows=tuple(rows),
         masked=masked,
         columns=(),
+        pins=str(snapshot.pins.digest()),
     )
     try:
         return _with_blobs(
