@@ -63,6 +63,22 @@ def test_an_unknown_key_names_the_nearest_known_one(tmp_path, line, key, near):
     assert near in error.hint
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "hint"),
+    [
+        ('"layers.1:in"', '"layers.1:inn"', "did you mean 'layers.1:in'?"),
+        ('"layers.1:in"', '"layers.1"', "did you mean 'layers.1:in'?"),
+        ('"layers.1:in"', '"layers.1.in"', "did you mean 'layers.1:in'?"),
+        ("[capture]", "[captur]", "is 'captur' meant to be 'capture'?"),
+        ('id = "org/model"', 'ids = "org/model"', "is 'ids' meant to be 'id'?"),
+        ('context = ["input_ids"]', 'context = "input_ids"', 'write an array, as ["one", "two"]'),
+    ],
+)
+def test_what_is_nearly_right_says_what_was_meant(tmp_path, old, new, hint):
+    assert old in GOOD
+    assert hint in refusal(tmp_path, GOOD.replace(old, new, 1)).hint
+
+
 @pytest.mark.parametrize("pin", ['id = "org/model"', 'revision = "0123456789abcdef"', 'revision = "fedcba9876543210"'])
 def test_a_missing_pin_is_an_error(tmp_path, pin):
     assert "is missing" in refusal(tmp_path, GOOD.replace(pin, "", 1)).message

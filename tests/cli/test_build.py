@@ -190,6 +190,14 @@ def test_a_dry_run_builds_nothing_and_explain_names_what_changed(made, zg, tmp_p
     assert "0–3" in page
 
 
+def test_a_dry_run_says_of_which_columns_it_does_not_know_the_size(made, zg, tmp_path):
+    zg("build", "toy.toml")
+    write_recipe(tmp_path, "wide", boundaries=("layers.0:in", "layers.1:in", "norm:in"))
+    assert zg("build", "wide.toml", "--dry-run", "--json").json["unsized"] == ["layers.1:in"]
+    assert ", and that of layers.1:in: `zgstore estimate` tells" in zg("build", "wide.toml", "--dry-run").out
+    assert "unsized" not in zg("build", "toy.toml", "--dry-run", "--json").json
+
+
 def test_a_limit_moves_no_ref_and_takes_exactly_that_many(made, zg):
     value = zg("build", "toy.toml", "--limit", "5", "--json").json
     assert value["samples"] == 5

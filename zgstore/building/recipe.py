@@ -213,14 +213,6 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     return Recipe.parse(value, path=path)
 
 
-def split_point(text: str) -> tuple[str, str]:
-    """``MODULE:in`` or ``MODULE:out`` as (module, side)."""
-    match = _POINT.fullmatch(text)
-    if match is None:
-        raise Invalid(f"{text!r} is not a hook point", hint="write MODULE:in or MODULE:out; see `zgstore points`")
-    return match["module"], match["side"]
-
-
 # ---- sections ----
 
 
@@ -304,7 +296,13 @@ def _check_kind(section: Section, spec: CaptureSpec) -> None:
         section.fail("sequence", "needs lengths", 'name the mask: lengths = "attention_mask"')
     for key, sides in (("boundaries", ("in", "out")), ("outputs", ("out",))):
         for point in getattr(spec, key):
-            if split_point(point)[1] not in sides:
+            match = _POINT.fullmatch(point)
+            if match is None:
+                modules = (point.partition(":")[0], point.rpartition(".")[0])
+                near = nearest(point, [f"{module}:{side}" for module in modules for side in sides])
+                written = "write MODULE:in or MODULE:out; `zgstore points` lists them"
+                section.fail(key, f"has {point!r}, which is no hook point", near or written)
+            if match["side"] not in sides:
                 section.fail(key, f"has {point!r}", "an output is MODULE:out")
 
 
@@ -319,9 +317,7 @@ def _check_names(section: Section, spec: CaptureSpec) -> None:
 
 def _storage(section: Section, capture: CaptureSpec) -> StorageSpec:
     dtype = _dtype(section)
-    batches = section.take("batches_per_shard", int, default=DEFAULT_BATCHES_PER_SHARD)
-    if batches < 1:
-        section.fail("batches_per_shard", f"is {batches}", "at least 1")
+    batches = section.whole("batches_per_shard", default=DEFAULT_BATCHES_PER_SHARD, least=1)
     known = dict.fromkeys([*capture.boundaries, *capture.outputs])
     columns: dict[str, ColumnStorage] = {}
     table = section.section("columns", optional=True)

@@ -32,6 +32,7 @@ class BuildReport:
         explain: Hit or miss for each column and shard, if asked for.
         locked: With a lock file: ``present``, ``same``, or why it differs.
         dropped: Rows that are masked or were left out.
+        unsized: In a dry run, missing columns whose shape is not known before the teacher runs: not in ``new_bytes``.
     """
 
     snapshot: Digest | None
@@ -51,6 +52,7 @@ class BuildReport:
     explain: tuple[Why, ...] = ()
     locked: str | None = None
     dropped: int = 0
+    unsized: tuple[str, ...] = ()
 
     def as_value(self) -> dict[str, Any]:
         """The JSON object."""
@@ -70,6 +72,8 @@ class BuildReport:
         }
         if self.locked is not None:
             value["locked"] = self.locked
+        if self.unsized:
+            value["unsized"] = list(self.unsized)
         if self.explain:
             value["explain"] = [
                 {"column": each.column, "shard": each.shard, "hit": each.hit, "reason": each.reason}

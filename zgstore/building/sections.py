@@ -28,6 +28,7 @@ _KINDS: Final = {
     str: "a string in quotes", int: "a whole number", float: "a number", bool: "true or false", dict: "a table",
     list: "an array",
 }  # fmt: skip
+_SHAPES: Final[dict[type, str]] = {dict: ", as { key = value }", list: ', as ["one", "two"]'}
 MAX_COMPARED: Final = 200  # characters, with each known name: the comparison takes the square of them
 MAX_TEXT: Final = 4095  # as long as a path can be
 _TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -128,7 +129,7 @@ class Section:
         value = self.value[key]
         if type(value) is not kind:
             what = _KINDS.get(kind, kind.__name__)
-            self.fail(key, f"is {value!r:.80}, not {what}", f"write {what}")
+            self.fail(key, f"is {value!r:.80}, not {what}", f"write {what}{_SHAPES.get(kind, '')}")
         return value
 
     def number(self, key: str, *, default: float, least: float | None = None) -> float:
@@ -156,14 +157,19 @@ class Section:
 
     def section(self, key: str, *, optional: bool = False) -> Section:
         if not self.has(key) and not optional:
-            self.fail(key, "is missing", f"add a section [{f'{self.name}.{key}' if self.name else key}]")
+            self._missing(key, f"add a section [{f'{self.name}.{key}' if self.name else key}]")
         return Section(self.value.get(key, {}), f"{self.name}.{key}" if self.name else key, self.path, kind=self.kind)
+
+    def _missing(self, key: str, remedy: str) -> NoReturn:
+        left = [name for name in self.value if name not in self._known]
+        near = difflib.get_close_matches(key, [name[:MAX_COMPARED] for name in left], n=1)
+        self.fail(key, "is missing", f"is {near[0]!r} meant to be {key!r}? Else {remedy}" if near else remedy)
 
     def text(self, key: str, *, pin: bool = False) -> str:
         value = self.take(key, str, default="")
         if not value:
             why = "a cache whose origin is not pinned cannot be trusted: give it" if pin else "give it"
-            self.fail(key, "is missing", why)
+            self._missing(key, why)
         self._see_text(key, value)
         return str(value)
 
@@ -171,7 +177,7 @@ class Section:
         value = self.take(key, list, default=[])
         for item in value:
             if not isinstance(item, str) or not item:
-                self.fail(key, f"has {item!r:.80}", "list texts")
+                self.fail(key, f"has {item!r:.80}", "list strings in quotes")
             self._see_text(key, item)
         return tuple(value)
 

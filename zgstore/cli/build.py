@@ -12,7 +12,7 @@ import typer
 from zgstore.cli.arguments import Recipe
 from zgstore.cli.console import Answer, Block, Facts, Line, Progress, Rows
 from zgstore.cli.session import Session, session_of
-from zgstore.cli.units import duration_text, parse_list, parse_part, short, size_text
+from zgstore.cli.units import duration_text, listing, parse_list, parse_part, short, size_text
 from zgstore.cli.verify import failure, look
 from zgstore.errors import Invalid
 
@@ -169,7 +169,8 @@ def _size(value: dict[str, Any]) -> str:
     new, total = value["bytes"]["new"], value["bytes"]["total"]
     anew = value["shards"]["reused"] == value["columns"]["reused"] == 0
     once = "; equal bytes are stored once" if anew and new < total else ""
-    return f"{size_text(new)} new of {size_text(total)}{once}"
+    rest = f", and that of {listing(value['unsized'])}: `zgstore estimate` tells" if value.get("unsized") else ""
+    return f"{size_text(new)} new of {size_text(total)}{once}{rest}"
 
 
 def _headline(value: dict[str, Any]) -> str:
