@@ -60,6 +60,9 @@ def test_a_job_from_plan_to_report(zg, trained, tmp_path):
     assert zg("economics", trained, "--json").json["all"]["wall"]["cache"] > 0
     assert "T(16)" in zg("economics", trained).out
     assert zg("report", trained, "--output", tmp_path / "report.html", "--json").json["bytes"] > 1000
+    left = {path.name for path in load_job(trained).output.rglob("*") if path.is_file()}
+    assert {"checkpoint.pt", "private.json", "relay.json"} <= left
+    assert [name for name in left if f"{name}`" not in REFERENCE.read_text(encoding="utf-8")] == []
 
 
 def test_what_is_set_stands_over_the_file_wherever_it_is_typed(zg, trained):
