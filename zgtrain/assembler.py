@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,14 +16,15 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 import zgstore
-from zgtrain.blockreport import BlockReport
-from zgtrain.blocks import CHECKPOINT, boundaries_of, ends_of, make_block, read_report, resolve_snapshot
-from zgtrain.checkpoint import load, restore_block, state_digest, sync_folder
+from zgtrain.blockreport import CHECKPOINT, REPORT, BlockReport, behind, read_report
+from zgtrain.blocks import boundaries_of, ends_of, make_block, resolve_snapshot
+from zgtrain.checkpoint import load, restore_block, state_digest
+from zgtrain.files import read_json, sync_folder
 from zgtrain.job import Job
 from zgtrain.noise import diffusion
 from zgtrain.prefixes import prefix_pins
 from zgtrain.pretrained import loading, share
-from zgtrain.sharded import gathered_state, newest
+from zgtrain.sharded import FIRST_RANK, gathered_state, newest
 from zgtrain.source import LIVE
 
 MANIFEST: Final = "zgtrain.json"
@@ -64,7 +66,7 @@ def assemble(job: Job, output: Path | str | None = None) -> Assembled:
         job: All of its blocks are trained.
         output: A directory to write: ``save_pretrained`` of a student that has it, else ``model.safetensors``; what
             its ``save_beside`` writes, if it has that; and ``zgtrain.json``. One that an earlier assembly wrote is
-            replaced.
+            replaced, if nothing else lies in it.
 
     Raises:
         zgstore.NotFound: if a block is not trained to its end.
@@ -121,43 +123,51 @@ def gather(job: Job) -> Gathered:
     _see_together(job, reports, str(resolve_snapshot(job, store)), names)
     if job.relay:
         _see_chained(job, store, reports)
-    blocks = [load_block(job, block, report.state_digest) for block, report in enumerate(reports)]
+    blocks = [load_block(job, block, report) for block, report in enumerate(reports)]
     _see_apart(blocks)
     return Gathered(tuple(blocks), tuple(reports))
 
 
-def load_block(job: Job, block: int, digest: str) -> nn.Module:
+def load_block(job: Job, block: int, report: BlockReport) -> nn.Module:
     """A block as it was trained.
 
     Args:
         job: The job.
         block: b.
-        digest: Its state's, as its report has it.
+        report: Its own.
 
     Raises:
         zgstore.Missing: if its checkpoint is gone.
+        zgstore.Refused: if its checkpoint went on without its report.
         zgstore.Corrupt: if it is another.
     """
     folder = job.folder(block)
     module = make_block(job, block)
-    if newest(folder) is not None:  # several processes saved it together
-        state: Mapping[str, Tensor] = gathered_state(folder)
-    else:
-        saved = load(folder / CHECKPOINT)
-        if saved is None:
-            raise zgstore.Missing(
-                f"block {block} has a report and no checkpoint", hint=f"train it again: {_run(job, block)} --fresh"
-            )
-        state = saved["block_state"]
+    state, step = _saved(job, block)
+    if step > report.steps:
+        raise behind(job, block, report.steps, step)
     restore_block(module, state)
     actual = state_digest(module)
-    if actual != digest:
+    if actual != report.state_digest:
         raise zgstore.Corrupt(
             f"block {block} is not the one that its report is of",
-            hint=f"run it again, it resumes from its checkpoint: {_run(job, block)}",
-            object=f"block {block}", expected=digest, actual=actual, path=str(folder),
+            hint=f"remove {folder / REPORT} and run it again, it resumes from its checkpoint: {_run(job, block)}",
+            object=f"block {block}", expected=report.state_digest, actual=actual, path=str(folder),
         )  # fmt: skip
     return module.eval()
+
+
+def _saved(job: Job, block: int) -> tuple[Mapping[str, Tensor], int]:
+    """A block's tensors as they were saved, and the step."""
+    folder = job.folder(block)
+    last = newest(folder)
+    saved = load(folder / CHECKPOINT if last is None else last / FIRST_RANK)
+    if saved is None:
+        raise zgstore.Missing(
+            f"block {block} has a report and no checkpoint", hint=f"train it again: {_run(job, block)} --fresh"
+        )
+    step: int = saved["ledger"]["step"]
+    return (saved["block_state"] if last is None else gathered_state(folder)), step
 
 
 # ---- what belongs together ----
@@ -272,12 +282,26 @@ def _manifest(job: Job, student: nn.Module, reports: Sequence[BlockReport]) -> d
 
 
 def _place(output: Path) -> Path:
-    """Where to write; nothing but an earlier student is replaced."""
-    if output.exists() and not (output / MANIFEST).exists() and (not output.is_dir() or any(output.iterdir())):
+    """Where to write; nothing but an earlier student is replaced.
+
+    Raises:
+        zgstore.Invalid: if anything lies there that no assembly wrote.
+    """
+    output = output.absolute()
+    if not output.is_dir():
+        strange = output.name if os.path.lexists(output) else None
+    else:
+        earlier = read_json(output / MANIFEST, remedy="name another directory, or remove it first")
+        files = None if earlier is None else earlier.get("files")
+        ours = {MANIFEST, *files} if isinstance(files, dict) else set()
+        names = (str(path.relative_to(output)) for path in output.rglob("*") if path.is_symlink() or not path.is_dir())
+        strange = next((name for name in names if name not in ours), None)
+    if strange is not None:
         raise zgstore.Invalid(
-            f"{output} is there and is no student of ours", hint="name another directory, or remove it first"
+            f"{output} is no student of ours alone: no assembly wrote {strange!r}, and it would be gone",
+            hint="name another directory, or move that away first",
         )
-    return output.absolute()
+    return output
 
 
 def _write(student: nn.Module, manifest: Mapping[str, Any], place: Path) -> None:
@@ -286,17 +310,8 @@ def _write(student: nn.Module, manifest: Mapping[str, Any], place: Path) -> None
     new, old = (place.with_name(f".{place.name}.{word}.{os.getpid()}") for word in ("new", "old"))
     new.mkdir()
     try:
-        save: Any = getattr(student, "save_pretrained", None)
-        if save is not None:
-            with loading() if "transformers" in sys.modules else contextlib.nullcontext():  # it shows no bars
-                save(new)
-        else:
-            from safetensors.torch import save_model  # noqa: PLC0415 - only where it is needed
-
-            save_model(student, str(new / WEIGHTS))
-        beside: Any = getattr(student, "save_beside", None)
-        if beside is not None:
-            beside(new)
+        with _disk_heard():
+            _save(student, new)
         files = {
             str(path.relative_to(new)): str(zgstore.digest_of(None, path.read_bytes()))
             for path in sorted(new.rglob("*"))
@@ -315,6 +330,32 @@ def _write(student: nn.Module, manifest: Mapping[str, Any], place: Path) -> None
     finally:
         shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _save(student: nn.Module, folder: Path) -> None:
+    save: Any = getattr(student, "save_pretrained", None)
+    if save is not None:
+        with loading() if "transformers" in sys.modules else contextlib.nullcontext():  # it shows no bars
+            save(folder)
+    else:
+        from safetensors.torch import save_model  # noqa: PLC0415 - only where it is needed
+
+        save_model(student, str(folder / WEIGHTS))
+    beside: Any = getattr(student, "save_beside", None)
+    if beside is not None:
+        beside(folder)
+
+
+@contextlib.contextmanager
+def _disk_heard() -> Iterator[None]:
+    """Let what the disk says through: safetensors tells it in the text of an error of its own."""
+    try:
+        yield
+    except Exception as error:
+        told = re.search(r"\(os error (\d+)\)", str(error))
+        if told is None or isinstance(error, OSError):
+            raise
+        raise OSError(int(told[1]), os.strerror(int(told[1]))) from error
 
 
 def _sync(path: Path) -> None:

@@ -1,18 +1,23 @@
-"""What became of a block, as a value: all of it counted or measured in the run."""
+"""What a block's folder says of it to who loads no tensor: its report, and how far its checkpoint is.
+
+All that a report holds is counted or measured in the run.
+"""
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from types import UnionType
+from typing import Any, Final, get_origin, get_type_hints
 
-import torch
-from torch import nn
+import zgstore
+from zgtrain.files import damaged, read_json, write_json
+from zgtrain.job import Job
 
-from zgtrain.checkpoint import state_digest
-from zgtrain.independence import live_parameters, peak_memory_bytes
-from zgtrain.ledger import Ledger
+CHECKPOINT, REPORT, LOCK = "checkpoint.pt", "report.json", ".lock"
+_REMEDY: Final = "remove it and run the block again: its checkpoint is kept"
+_SPENT: Final = ("data", "compute", "total")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,44 +82,94 @@ class BlockReport:
         """The JSON object."""
         return asdict(self)
 
+    def write(self, folder: Path) -> None:
+        """Put it into the block's folder."""
+        write_json(folder / REPORT, self.as_value())
 
-def report_of(
-    ledger: Ledger,
-    who: Mapping[str, Any],
-    block: nn.Module,
-    *,
-    optimizer: torch.optim.Optimizer,
-    interface: nn.Module | None,
-    device: torch.device,
-    deterministic: bool,
-) -> BlockReport:  # fmt: skip
-    first, last, residual = ledger.windows()
-    frozen = [] if interface is None else list(interface.parameters())
-    optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    spent = ledger.seconds
-    beside = spent["data"] + spent["validation"] + spent["checkpoint"]
-    return BlockReport(
-        **{name: who[name] for name in ("snapshot", "pins", "job", "block", "source", "target", "targets")},
-        steps=ledger.step,
-        first_window_mean_loss=first,
-        last_window_mean_loss=last,
-        validation_loss=ledger.validation,
-        residual_error=residual,
-        seconds={**spent, "compute": max(0.0, spent["total"] - beside)},
-        bytes_read=ledger.bytes_read,
-        peak_memory_bytes=peak_memory_bytes(device),
-        inter_block_gradient_bytes=ledger.leaving_bytes,
-        live_teacher_parameters=live_parameters(block.parameters(), optimized, frozen),
-        frozen_interface_parameters=sum(parameter.numel() for parameter in frozen),
-        trained_parameters=sum(parameter.numel() for parameter in block.parameters() if parameter.requires_grad),
-        gradient_queries=ledger.queries,
-        initial_digest=ledger.initial_digest,
-        state_digest=state_digest(block),
-        resumed_from=ledger.resumed_from,
-        deterministic=deterministic or device.type == "cpu",
-        environment={
-            "python": platform.python_version(), "torch": str(torch.__version__), "machine": platform.machine(),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "threads": torch.get_num_threads(),
-        },
-    )  # fmt: skip
+
+def read_report(job: Job, block: int) -> BlockReport | None:
+    """The report in a block's folder, whoever wrote it; None if there is none.
+
+    Raises:
+        zgstore.Corrupt: if the file is no report.
+    """
+    path = job.folder(block) / REPORT
+    value = read_json(path, remedy=_REMEDY)
+    if value is None:
+        return None
+    kinds = get_type_hints(BlockReport)
+    for name in (*kinds, *value):
+        if name not in kinds or name not in value or not _is(value[name], kinds[name]):
+            what = f"{name} is {value[name]!r:.80}" if name in value else f"{name} is missing"
+            raise damaged(path, what, _REMEDY)
+    spent = value["seconds"]
+    if not all(name in spent for name in _SPENT) or not all(_is(each, float) for each in spent.values()):
+        raise damaged(path, f"seconds is {spent!r:.80}", _REMEDY)
+    return BlockReport(**value)
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether JSON's value is of a field's type; JSON writes some numbers without a point."""
+    if isinstance(kind, UnionType):
+        return any(_is(value, each) for each in kind.__args__)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else get_origin(kind) or kind)
+
+
+def finished(job: Job, block: int) -> BlockReport | None:
+    """The report of a block that this very job has trained to its end; None if it has not.
+
+    Raises:
+        zgstore.Corrupt: if its file is no report.
+        zgstore.Refused: if it was trained on since, and not to the end of that.
+    """
+    folder = job.folder(block)
+    report = read_report(job, block)
+    if report is None or report.job != job.identity() or report.steps < job.train.steps or not report.snapshot:
+        return None
+    told = noted(folder / CHECKPOINT)
+    if told is not None and told[0] > report.steps:
+        raise behind(job, block, report.steps, told[0])
+    return report
+
+
+def behind(job: Job, block: int, done: int, saved: int) -> zgstore.Refused:
+    """What is said of a report whose checkpoint went on without it."""
+    return zgstore.Refused(
+        f"block {block} was done at step {done}, and its checkpoint is at step {saved} of a longer run",
+        hint=f"go on with that (--set train.steps={saved}, or more), or begin anew: "
+        f"`zgtrain run {job.path} --block {block} --fresh`",
+        block=block,
+    )
+
+
+# ---- how far a checkpoint is ----
+
+
+def note(checkpoint: Path, *, step: int, snapshot: str) -> None:
+    """Say beside a checkpoint what it holds."""
+    write_json(_beside(checkpoint), {"step": step, "snapshot": snapshot})
+
+
+def noted(checkpoint: Path) -> tuple[int, float] | None:
+    """The step of a checkpoint, and when that was said, in seconds of Unix time; None if nothing is said.
+
+    A kill between the two leaves what was said of the checkpoint before.
+
+    Raises:
+        zgstore.Corrupt: if the file says something else.
+    """
+    path, remedy = _beside(checkpoint), "remove it: the checkpoint is whole without it"
+    value = read_json(path, remedy=remedy)
+    if value is None:
+        return None
+    step: Any = value.get("step")
+    if not _is(step, int) or step < 0:
+        raise damaged(path, f"step is {step!r:.80}", remedy)
+    return step, path.stat().st_mtime
+
+
+def _beside(checkpoint: Path) -> Path:
+    other = checkpoint.with_suffix(".json")
+    return other if other != checkpoint else checkpoint.with_suffix(".json.json")

@@ -5,15 +5,12 @@ B blocks; block b maps boundary b to b + 1. Each runs in a process of its own, a
 
 from __future__ import annotations
 
-import fcntl
 import gc
-import json
-import os
 import shutil
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -21,9 +18,10 @@ from typing import Any, Final, NamedTuple
 from torch import nn
 
 import zgstore
-from zgtrain.blockreport import BlockReport
-from zgtrain.checkpoint import seed_all, sync_folder
+from zgtrain.blockreport import CHECKPOINT, LOCK, REPORT, BlockReport, finished
+from zgtrain.checkpoint import seed_all
 from zgtrain.devices import device_of
+from zgtrain.files import held, read_json, write_json
 from zgtrain.job import BlockLaunch, Job, LossSpec
 from zgtrain.journal import FILE_NAME as LOG_NAME
 from zgtrain.journal import Journal
@@ -35,7 +33,6 @@ from zgtrain.sharded import newest
 from zgtrain.source import CACHED, LIVE, Source, cached, following, interrupted, live
 from zgtrain.trainer import train_block
 
-CHECKPOINT, REPORT = "checkpoint.pt", "report.json"
 NOT_READ: Final = ("id", "start")
 _PRIVATE: Final = "private.json"
 _LOOK_SECONDS: Final = 0.1
@@ -169,51 +166,13 @@ def train(
         )  # fmt: skip
     report = replace(report, seconds={"setup": setup, **report.seconds})
     if ranks.rank == 0:
-        write_json(folder / REPORT, report.as_value())
+        report.write(folder)
     return report
 
 
 def noise_of(job: Job, block: int, blocks: int) -> Noise | None:
     """The noise of a block of a job; None if its targets are clean."""
     return make_noise(job.train.noise, block=block, blocks=blocks) if job.train.noise else None
-
-
-def finished(job: Job, block: int) -> BlockReport | None:
-    """The report of a block that this very job has trained to its end; None if it has not."""
-    report = read_report(job, block)
-    if report is None or report.job != job.identity() or report.steps < job.train.steps or not report.snapshot:
-        return None
-    return report
-
-
-def read_report(job: Job, block: int) -> BlockReport | None:
-    """The report in a block's folder, whoever wrote it; None if there is none."""
-    try:
-        value = json.loads((job.folder(block) / REPORT).read_text(encoding="utf-8"))
-        return BlockReport(**value)
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError) as error:
-        raise zgstore.Corrupt(
-            f"{job.folder(block) / REPORT} is no report: {error}",
-            hint="remove it and run the block again: its checkpoint is kept",
-            path=str(job.folder(block) / REPORT),
-        ) from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    """A JSON file put in place whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # ---- what it is trained on ----
@@ -374,11 +333,9 @@ def refuse_shared(job: Job, blocks: int) -> None:
     """
     marker = job.output / _PRIVATE
     mark = {"job": job.identity(), "blocks": blocks}
-    try:
-        if json.loads(marker.read_text(encoding="utf-8")) == mark:
+    with suppress(zgstore.Corrupt):  # it is looked for again, and said again
+        if read_json(marker, remedy="") == mark:
             return
-    except (FileNotFoundError, ValueError):
-        pass
     earlier: list[_Seen] = []
     for block in range(blocks):
         earlier += _see_private(make_block(job, block), block, earlier)
@@ -423,28 +380,12 @@ def _clear(folder: Path) -> None:
 
 @contextmanager
 def alone(folder: Path, block: int) -> Iterator[None]:
-    """One process at a time has a block's folder; its lock file says who. Raises Busy."""
-    if Ranks.here().rank:  # of several processes of one block, the first has it for all
+    """One process at a time has a block's folder; of several processes of one block, the first has it for all."""
+    if Ranks.here().rank:
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise zgstore.Busy(
-                f"block {block} is being trained by another process ({file.read().strip() or 'unknown'})",
-                hint="wait for it, or stop it; `zgtrain status` shows how far it is",
-                folder=str(folder),
-            ) from error
-        file.truncate(0)
-        file.write(f"pid {os.getpid()} on {os.uname().nodename} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-        file.flush()
-        try:
-            yield
-        finally:
-            file.truncate(0)
+    with held(folder / LOCK, f"block {block} is being trained"):
+        yield
 
 
 @contextmanager
@@ -456,6 +397,6 @@ def mending(job: Job) -> Iterator[None]:
         recipe, store = job.snapshot.recipe or "RECIPE", f"--store {job.snapshot.store}"
         for named in ("--recipe RECIPE", "`zgstore build RECIPE"):
             error.hint = error.hint.replace(named, f"{named.replace('RECIPE', str(recipe))} {store}")
-        if isinstance(error, zgstore.Corrupt | zgstore.Missing):
+        if isinstance(error, zgstore.Corrupt | zgstore.Missing) and "zgstore" in error.hint:
             error.hint += "; then run the block again: it resumes"
         raise

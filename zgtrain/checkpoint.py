@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zgstore
+from zgtrain.files import sync_folder
 from zgtrain.ranks import whole
 
 FORMAT: Final = 1
@@ -86,15 +87,6 @@ def _see_archive(path: Path) -> None:
     with path.open("rb") as file:
         if file.read(len(_ZIP)) != _ZIP:  # torch would try to read it as what it wrote years ago
             raise _corrupt(path, "it is no archive as torch.save writes it")
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _corrupt(path: Path, why: str) -> zgstore.Corrupt:

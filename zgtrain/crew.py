@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 import zgstore
-from zgtrain.blocks import boundaries_among, boundaries_of, finished, refuse_shared, resolve_snapshot
+from zgtrain.blockreport import finished
+from zgtrain.blocks import boundaries_among, boundaries_of, refuse_shared, resolve_snapshot
 from zgtrain.job import Job
 from zgtrain.source import LIVE
 
@@ -163,7 +164,10 @@ class Crew:
         refuse_shared(self.job, len(names) - 1)
         for block in range(len(names) - 1):
             run = BlockRun(block)
-            report = finished(self.job, block)
+            try:
+                report = finished(self.job, block)
+            except zgstore.ZgError as error:  # of this block alone: the others are trained
+                run.state, run.error, report = FAILED, _value(error), None
             if report is not None and report.snapshot == snapshot and (report.targets == LIVE) == (self.source == LIVE):
                 run.state, run.report = DONE, report.as_value()
             self.runs.append(run)
@@ -265,6 +269,10 @@ class Crew:
             self._stopping = True
             return
         self._start_build()
+
+
+def _value(error: zgstore.ZgError) -> dict[str, Any]:
+    return {"kind": error.kind, "message": error.message, "hint": error.hint}
 
 
 def as_error(value: Mapping[str, Any], message: str, **fields: Any) -> zgstore.ZgError:

@@ -8,18 +8,17 @@ out. Nothing here knows tensors.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import zgstore
-from zgtrain.job import Job
+from zgtrain.blockreport import BlockReport, read_report
+from zgtrain.job import BlockLaunch, Job
 
 KS: Final = (1, 2, 4, 8, 16)
 WALL, DEVICE = "wall", "device"
-REPORT: Final = "report.json"
 
 
 def amortised(cache: float, runs: Sequence[float], trainings: int) -> float:
@@ -205,10 +204,9 @@ def economics(jobs: Job | Sequence[Job]) -> Economics:
         zgstore.Refused: if they do not compare: other snapshots, other numbers of steps, mixed targets.
     """
     jobs = [jobs] if isinstance(jobs, Job) else list(jobs)
-    read = [_read(job) for job in jobs]
+    read = [reports_of(job, whoever=number > 0) for number, job in enumerate(jobs)]
     _see_comparable(jobs, read)
-    spent = [Spent(*zip(*((_seconds(each), _devices(job, each)) for each in reports), strict=True))
-             for job, reports in zip(jobs, read, strict=True)]  # fmt: skip
+    spent = [_spent(job, reports) for job, reports in zip(jobs, read, strict=True)]
     by: dict[str, list[Spent]] = {"cached": [], "following": [], "live": []}
     for reports, each in zip(read, spent, strict=True):
         by[_targets(reports)].append(each)
@@ -216,14 +214,14 @@ def economics(jobs: Job | Sequence[Job]) -> Economics:
         raise zgstore.Invalid("no job here was trained on the cache", hint="name one that was: `zgtrain launch JOB`")
     store, first = zgstore.Store.open(jobs[0].snapshot.store), read[0][0]
     return weigh(
-        cache_cost(store, first["snapshot"]), by["cached"], by["live"], following=by["following"],
-        snapshot=first["snapshot"], steps=int(first["steps"]),
+        cache_cost(store, first.snapshot), by["cached"], by["live"], following=by["following"],
+        snapshot=first.snapshot, steps=first.steps,
     )  # fmt: skip
 
 
-def _targets(reports: Sequence[Mapping[str, Any]]) -> str:
+def _targets(reports: Sequence[BlockReport]) -> str:
     """A job's: following if any of its blocks followed."""
-    kinds = {str(each["targets"]) for each in reports}
+    kinds = {each.targets for each in reports}
     return "live" if "live" in kinds else "following" if "following" in kinds else "cached"
 
 
@@ -242,27 +240,44 @@ def cache_cost(store: zgstore.Store, snapshot: str) -> CacheCost:
     return CacheCost(float(durations["total"]), int(record.fields.get("devices", 1)))
 
 
-def _read(job: Job) -> list[Mapping[str, Any]]:
-    """The reports of a job's blocks, in order: the files alone, for what reads them otherwise knows torch."""
-    reports: list[Mapping[str, Any]] = []
-    while (path := job.folder(len(reports)) / REPORT).is_file():
-        reports.append(json.loads(path.read_text(encoding="utf-8")))
+def reports_of(job: Job, *, whoever: bool = False) -> list[BlockReport]:
+    """The reports of a job's trained blocks, in depth order.
+
+    Args:
+        job: The job.
+        whoever: Let them be of another job, if they all are of the same.
+
+    Raises:
+        zgstore.NotFound: if there is none.
+        zgstore.Refused: if one is of another job.
+        zgstore.Corrupt: if a file is no report.
+    """
+    reports: list[BlockReport] = []
+    while (report := read_report(job, len(reports))) is not None:
+        reports.append(report)
     if not reports:
         raise zgstore.NotFound(f"{job.output} has no trained block", hint=f"train them: `zgtrain launch {job.path}`")
+    mine = reports[0].job if whoever else job.identity()
+    for block, report in enumerate(reports):
+        if report.job != mine:
+            raise zgstore.Refused(
+                f"block {block} in {job.output} is of job {report.job}, and this is {mine}",
+                hint="say what it was trained with (--set …), or train it again with --fresh",
+                field="job",
+                expected=mine,
+                actual=report.job,
+            )
     return reports
 
 
-def _seconds(report: Mapping[str, Any]) -> float:
-    spent = report["seconds"]
-    return float(spent["total"]) - float(spent.get("validation", 0.0))
+def _spent(job: Job, reports: Sequence[BlockReport]) -> Spent:
+    return Spent(
+        tuple(each.seconds["total"] - each.seconds.get("validation", 0.0) for each in reports),
+        tuple(job.launch.blocks.get(block, BlockLaunch()).processes for block in range(len(reports))),
+    )
 
 
-def _devices(job: Job, report: Mapping[str, Any]) -> int:
-    launch = job.launch.blocks.get(int(report["block"]))
-    return 1 if launch is None else launch.processes
-
-
-def _see_comparable(jobs: Sequence[Job], read: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+def _see_comparable(jobs: Sequence[Job], read: Sequence[Sequence[BlockReport]]) -> None:
     first = read[0][0]
     for job, reports in zip(jobs, read, strict=True):
         if len(reports) != len(read[0]):
@@ -270,16 +285,17 @@ def _see_comparable(jobs: Sequence[Job], read: Sequence[Sequence[Mapping[str, An
                 f"{job.output} has {len(reports)} trained blocks, and {jobs[0].output} has {len(read[0])}",
                 hint="compare jobs of the same blocks, all of them trained",
             )
-        for report in reports:
+        for block, report in enumerate(reports):
             for field in ("snapshot", "steps"):
-                if report[field] != first[field]:
+                theirs, wanted = getattr(report, field), getattr(first, field)
+                if theirs != wanted:
                     raise zgstore.Refused(
-                        f"block {report['block']} of {job.output} is of {field} {report[field]}, "
-                        f"and the first of {jobs[0].output} of {first[field]}",
+                        f"block {block} of {job.output} is of {field} {theirs}, "
+                        f"and the first of {jobs[0].output} of {wanted}",
                         hint="compare jobs of one snapshot and of equal steps",
                         field=field,
                     )
-            if (report["targets"] == "live") != (reports[0]["targets"] == "live"):
+            if (report.targets == "live") != (reports[0].targets == "live"):
                 raise zgstore.Refused(
                     f"the blocks of {job.output} mix live and stored targets",
                     hint="train live into another output: --set output=runs/live",

@@ -8,15 +8,16 @@ from typing import Final
 from torch import nn
 
 import zgstore
-from zgtrain.alpha import Call
 from zgtrain.assembler import gather, joined_student
-from zgtrain.blocks import boundaries_of, write_json
+from zgtrain.blocks import boundaries_of
 from zgtrain.devices import device_of
+from zgtrain.files import write_json
 from zgtrain.gates import finite
 from zgtrain.job import Job
 from zgtrain.journal import FILE_NAME as LOG_NAME
 from zgtrain.journal import read_lines
 from zgtrain.judgement import Evaluation, Progress, judge
+from zgtrain.noise import without_target
 
 FILE_NAME: Final = "evaluation.json"
 
@@ -55,7 +56,7 @@ def evaluate(job: Job, *, device: str | None = None, progress: Progress | None =
     say("loading the teacher")
     teacher = job.student.teacher.call(job.student.args)
     args = job.evaluate.args or job.student.args
-    forward: Call = (lambda block, x, _: block(x)) if job.train.forward is None else job.train.forward.resolve()
+    forward = without_target(None if job.train.forward is None else job.train.forward.resolve())
     place = device_of(device)
     store = zgstore.Store.open(job.snapshot.store)
     names = boundaries_of(job, store)
@@ -86,4 +87,5 @@ def _capturer(job: Job, teacher: nn.Module, names: Sequence[str]) -> zgstore.cap
 def _losses_not_finite(job: Job, blocks: int) -> int:
     """Losses in the blocks' logs that are no numbers; a training stops at its first, so it is one at most a block."""
     lines = [line for block in range(blocks) for line in read_lines(job.folder(block) / LOG_NAME)]
-    return sum(finite(float(value)) is None for line in lines for name, value in line.items() if name.endswith("loss"))
+    losses = [value for line in lines for name, value in line.items() if name.endswith("loss") and value is not None]
+    return sum(finite(float(value)) is None for value in losses)

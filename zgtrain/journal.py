@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 import zgstore
+from zgtrain.files import opened
 from zgtrain.job import LogSpec
 
 FILE_NAME = "log.jsonl"
@@ -75,28 +76,35 @@ class Journal:
 
 
 def read_lines(path: Path, *, tail_bytes: int | None = None) -> list[dict[str, Any]]:
-    """The whole lines of a log; one that was cut off, by a kill or by beginning within it, is left out.
+    """The whole lines of a log: ``step``, and by name numbers, or None for what there was none of.
+
+    What is no such line is left out: one that was cut off, by a kill or by beginning within it.
 
     Args:
         path: The log; there is none where nobody has said anything.
         tail_bytes: Read so much of its end; None: all.
+
+    Raises:
+        zgstore.Corrupt: if something that is no file has its name.
     """
-    try:
-        with path.open("rb") as file:
-            if tail_bytes is not None:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - tail_bytes))
-            text = file.read().decode("utf-8", "replace")
-    except FileNotFoundError:
+    file = opened(path, remedy="remove it: a new one is begun")
+    if file is None:
         return []
-    lines = []
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict) and isinstance(value.get("step"), int):
-            lines.append(value)
-    return lines
+    with file:
+        if tail_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - tail_bytes))
+        text = file.read().decode("utf-8", "replace")
+    return [line for line in map(_line, text.splitlines()) if line is not None]
+
+
+def _line(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+        return None
+    return value if all(each is None or isinstance(each, int | float) for each in value.values()) else None
 
 
 def _tensorboard(folder: Path) -> Callable[..., Any]:

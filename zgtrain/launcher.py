@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import zgstore
-from zgtrain.blocks import boundaries_of, ends_of, finished, make_block, refuse_shared, resolve_snapshot
+from zgtrain.blockreport import finished
+from zgtrain.blocks import boundaries_of, ends_of, make_block, refuse_shared, resolve_snapshot
 from zgtrain.crew import FAILED, BlockRun, Crew, as_error
 from zgtrain.job import BlockLaunch, Job
 from zgtrain.progress import block_status, status

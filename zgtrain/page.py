@@ -41,7 +41,7 @@ def page(value: Mapping[str, Any]) -> str:
         f"<h1>{name}</h1>",
         f"<p class=soft>{len(value['blocks'])} blocks, each trained alone on the snapshot <code>{snapshot}</code></p>",
         _tiles(value),
-        _gates(value["evaluation"]),
+        _gates(value["evaluation"], value["not_evaluated"]),
         _training(value["blocks"]),
         _boundaries(value["evaluation"]),
         _economics(value["economics"]),
@@ -78,9 +78,10 @@ def _tiles(value: Mapping[str, Any]) -> str:
     return f"<div class=tiles>{inner}</div>"
 
 
-def _gates(judged: Mapping[str, Any] | None) -> str:
+def _gates(judged: Mapping[str, Any] | None, lacking: tuple[str, str] | None) -> str:
     if judged is None:
-        return _section("Gates", "<p class=soft>Not evaluated yet: <code>zgtrain evaluate JOB</code>.</p>")
+        why, command = lacking or ("Not evaluated yet", "zgtrain evaluate JOB")
+        return _section("Gates", f"<p class=soft>{why}: <code>{escape(command)}</code>.</p>")
     rows = [
         [
             escape(gate["name"]) if not at else "", escape(each["name"]), _n(number(each["number"])),

@@ -8,21 +8,23 @@ N rows of a batch, T their longest length, D width.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 import zgstore
+from zgtrain.files import damaged, read_json, write_json
 from zgtrain.job import Job
+from zgtrain.noise import without_target
 from zgtrain.source import CACHED, RELAY, Rows, Source, interrupted, micro_batches
 
 FOLDER: Final = "relay"
-SETTINGS: Final = "relay.json"
+_SETTINGS: Final = "relay.json"
 CAPTURE_ROWS: Final = 16
 _SHARD_BYTES: Final = 32 << 20
 
@@ -36,11 +38,31 @@ def relayed(job: Job, *, steps: int | None = None) -> Job:
     """
     output = job.output / FOLDER
     if steps is None:
-        try:
-            steps = json.loads((output / SETTINGS).read_text(encoding="utf-8"))["steps"]
-        except (FileNotFoundError, ValueError, KeyError):
-            steps = job.train.steps
+        steps = (remembered(output) or {"steps": job.train.steps})["steps"]
     return replace(job, output=output, relay=True, train=replace(job.train, steps=steps))
+
+
+def remembered(output: Path) -> dict[str, Any] | None:
+    """What a relay said of itself when it was last run: ``job``, ``steps``, ``from_scratch``, ``begun``; None before.
+
+    Raises:
+        zgstore.Corrupt: if its file says something else.
+    """
+    path, remedy = output / _SETTINGS, "begin anew: `zgtrain relay JOB --fresh`"
+    value = read_json(path, remedy=remedy)
+    if value is None:
+        return None
+    kinds = {"job": str, "steps": int, "from_scratch": bool, "begun": list}
+    value.setdefault("begun", None)
+    for name, kind in kinds.items():
+        if not isinstance(value.get(name), kind) and not (name == "begun" and value[name] is None):
+            raise damaged(path, f"{name} is {value.get(name)!r:.80}", remedy)
+    return value
+
+
+def remember(output: Path, value: Mapping[str, Any]) -> None:
+    """Say it."""
+    write_json(output / _SETTINGS, value)
 
 
 def prefix_pins(job: Job, snapshot: zgstore.Snapshot, boundary: str, before: Sequence[str]) -> zgstore.Pins:
@@ -156,7 +178,7 @@ def capture_prefix(
             f"readers skip {len(digests) // 32 - count} rows of the snapshot, so that it cannot be joined by row",
             hint="build one without rows that are not finite",
         )
-    forward = _without_context if job.train.forward is None else job.train.forward.resolve()
+    forward = without_target(None if job.train.forward is None else job.train.forward.resolve())
     column: zgstore.Column = head.column(data.target)[1]
     sizes = {facts.column.name: facts.bytes for facts in zgstore.show(store, snapshot).columns}
     size = max(1, sizes[data.target] * CAPTURE_ROWS // max(1, count))
@@ -197,8 +219,3 @@ def _sample(
         columns={column.name: states[mask]}, lengths=lengths, starts=positions[:, 0] * 0, digests=digests,
         packed=frozenset({column.name}),
     )  # fmt: skip
-
-
-def _without_context(block: nn.Module, source: Tensor, _context: Mapping[str, Any]) -> Tensor:
-    prediction: Tensor = block(source)
-    return prediction

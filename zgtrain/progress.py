@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import socket
-import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import zgstore
+from zgtrain.blockreport import CHECKPOINT, LOCK, finished, noted
+from zgtrain.files import holder
 from zgtrain.job import Job
 from zgtrain.journal import FILE_NAME as LOG_NAME
 from zgtrain.journal import read_lines
 
 TODO, RUNNING, STOPPED, DONE = "to do", "running", "stopped", "done"
 _TAIL_BYTES: Final = 1 << 16
-_HOLDER: Final = re.compile(r"pid (\d+) on (\S+) since ")
-_QUIET_SECONDS: Final = 300  # another host's process that has said nothing for so long is taken to have ended
+
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +34,7 @@ class BlockStatus:
         checkpoint_step: Of the last checkpoint; None if there is none.
         checkpoint_time: When it was written, in seconds of Unix time.
         holder: Which process trains it: ``pid 17 on host``.
+        error: What is wrong with its files; None if nothing is.
     """
 
     block: int
@@ -50,6 +47,7 @@ class BlockStatus:
     checkpoint_step: int | None
     checkpoint_time: float | None
     holder: str | None
+    error: str | None = None
 
     def as_value(self) -> dict[str, Any]:
         """The JSON object."""
@@ -62,29 +60,39 @@ def status(job: Job) -> list[BlockStatus]:
 
 
 def block_status(job: Job, block: int) -> BlockStatus:
-    """One block's."""
+    """One block's; a file that cannot be read is named, and taken not to be there."""
     folder = job.folder(block)
-    lines = read_lines(folder / LOG_NAME, tail_bytes=_TAIL_BYTES)
-    losses = [line for line in lines if "loss" in line]
-    told = _json(folder / "checkpoint.json")
-    report = _json(folder / "report.json")
-    done = report.get("job") == job.identity() and report.get("steps", 0) >= job.train.steps and report.get("snapshot")
-    holder = _holder(folder)
-    step = report["steps"] if done else losses[-1]["step"] if losses else 0
+    errors: list[str] = []
+
+    def seen(read: Callable[[], _Read]) -> _Read | None:
+        try:
+            return read()
+        except (zgstore.Corrupt, zgstore.Refused) as error:
+            errors.append(error.message)
+            return None
+
+    lines = seen(lambda: read_lines(folder / LOG_NAME, tail_bytes=_TAIL_BYTES)) or []
+    losses = [line for line in lines if None not in (line.get("loss"), line.get("seconds"))]
+    saved_step, saved_time = seen(lambda: noted(folder / CHECKPOINT)) or (None, None)
+    done = seen(lambda: finished(job, block))
+    by = seen(lambda: holder(folder / LOCK))
+    step = done.steps if done is not None else losses[-1]["step"] if losses else saved_step or 0
     rate = _rate(losses)
-    running = holder is not None and not done
-    left = job.train.steps - step
+    running = by is not None and done is None
+    left = max(0, job.train.steps - step)
+    begun = saved_step is not None or bool(losses)
     return BlockStatus(
         block=block,
-        state=DONE if done else RUNNING if running else STOPPED if told or losses else TODO,
+        state=DONE if done is not None else RUNNING if running else STOPPED if begun else TODO,
         step=step,
         steps=job.train.steps,
         loss=losses[-1]["loss"] if losses else None,
         rate=rate,
         eta_seconds=left / rate if running and rate else None,
-        checkpoint_step=told.get("step"),
-        checkpoint_time=_time(folder / "checkpoint.json") if told else None,
-        holder=holder if running else None,
+        checkpoint_step=saved_step,
+        checkpoint_time=saved_time,
+        holder=by if running else None,
+        error="; ".join(errors) or None,
     )
 
 
@@ -103,10 +111,10 @@ def count_blocks(job: Job) -> int:
         digest = store.resolve(rev) if rev == name else zgstore.locked(name, job.directory).snapshot
         return sum(column.role == "boundary" for column in store.snapshot(digest).columns) - 1
     except zgstore.NotFound:
-        folders = sorted(job.output.glob("block-*"))
-        if not folders:
+        names = [folder.name.removeprefix("block-") for folder in job.output.glob("block-*")]
+        if not (numbers := [int(name) for name in names if name.isdecimal()]):
             raise
-        return int(folders[-1].name.removeprefix("block-")) + 1
+        return max(numbers) + 1
 
 
 def _rate(lines: list[dict[str, Any]]) -> float | None:
@@ -117,44 +125,3 @@ def _rate(lines: list[dict[str, Any]]) -> float | None:
     first = max(line["step"] for line in lines if line["seconds"] == lines[0]["seconds"])
     rate: float = (lines[-1]["step"] - first) / (lines[-1]["seconds"] - lines[0]["seconds"])
     return rate or None
-
-
-def _holder(folder: Path) -> str | None:
-    """Who has the block's folder, as far as this host can tell."""
-    try:
-        found = _HOLDER.match((folder / ".lock").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    if found is None:
-        return None
-    pid, host = int(found[1]), found[2]
-    if host == socket.gethostname():
-        alive = Path(f"/proc/{pid}").exists() if Path("/proc/self").exists() else _answers(pid)
-    else:
-        alive = time.time() - (_time(folder / LOG_NAME) or _time(folder / ".lock") or 0.0) < _QUIET_SECONDS
-    return f"pid {pid} on {host}" if alive else None
-
-
-def _answers(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _time(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return None

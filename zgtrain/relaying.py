@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import gc
-import json
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Final
 
+import torch
 from torch import nn
 
 import zgstore
 from zgtrain.assembler import load_block
-from zgtrain.blockreport import BlockReport
-from zgtrain.blocks import (
-    CHECKPOINT,
-    NOT_READ,
-    REPORT,
-    alone,
-    boundaries_of,
-    finished,
-    make_block,
-    mending,
-    refuse_shared,
-    resolve_snapshot,
-    train,
-    write_json,
-)
+from zgtrain.blockreport import CHECKPOINT, BlockReport, finished
+from zgtrain.blocks import NOT_READ, boundaries_of, make_block, mending, refuse_shared, resolve_snapshot, train
 from zgtrain.devices import device_of
+from zgtrain.files import held
 from zgtrain.job import Job
 from zgtrain.ledger import Log
-from zgtrain.prefixes import SETTINGS, capture_prefix, joined, prefix_pins, relayed
+from zgtrain.prefixes import capture_prefix, joined, prefix_pins, relayed, remember, remembered
 from zgtrain.sharded import newest
 from zgtrain.source import LIVE, Source
+
+_LOCK: Final = ".relay.lock"  # beside what it locks: that is removed when a relay begins anew
 
 Told = Callable[[int, int, int], None]
 
@@ -58,7 +47,7 @@ def relay(
 
     Args:
         job: The job.
-        steps: Of each block; default the job's.
+        steps: Of each block, those of an earlier relay that is gone on with among them; default the job's.
         from_scratch: Begin with blocks as their factory makes them.
         fresh: Forget an earlier relay.
         device: Where; default CUDA if there is one.
@@ -70,7 +59,9 @@ def relay(
         A report of each block, in depth order.
 
     Raises:
-        zgstore.Refused: if the job was relayed before in another way, or its data are not the snapshot's.
+        zgstore.Refused: if the job was relayed before in another way or from other blocks, or its data are not the
+            snapshot's.
+        zgstore.Busy: if another process relays it.
         zgstore.ZgError: what training a block raises.
     """
     if job.train.diffusion:
@@ -80,35 +71,44 @@ def relay(
         )
     if steps is not None and steps < 1:
         raise zgstore.Invalid(f"{steps} steps train nothing", hint="say 1 or more after --steps")
-    again = relayed(job, steps=steps)
-    if fresh:
-        _clear(again)
-        again = relayed(job, steps=steps)
-    _remember(again, from_scratch=from_scratch)
+    with held(job.output / _LOCK, "the job is being relayed"):
+        again = relayed(job, steps=steps or job.train.steps)
+        if fresh:
+            shutil.rmtree(again.output, ignore_errors=True)
+        return _relay(
+            job, again, from_scratch=from_scratch, place=device_of(device), stop=stop, progress=progress,
+            captured=captured,
+        )  # fmt: skip
+
+
+def _relay(
+    job: Job, again: Job, *, from_scratch: bool, place: torch.device, stop: Callable[[], bool],
+    progress: Callable[[int], Log], captured: Told,
+) -> list[BlockReport]:  # fmt: skip
     store = zgstore.Store.open(job.snapshot.store)
     names = boundaries_of(job, store)
+    _remember(job, again, len(names) - 1, from_scratch=from_scratch)
     refuse_shared(again, len(names) - 1)
-    place = device_of(device)
     reports: list[BlockReport] = []
     prefix: zgstore.Digest | None = None
     for block in range(len(names) - 1):
         folder = again.folder(block)
         before = [report.state_digest for report in reports]
-        with alone(folder, block), mending(job), _opened(again, store, names, block, prefix) as data:
+        with mending(job), _opened(again, store, names, block, prefix) as data:
             report = _done(again, store, block, data, before)
             if report is None and block == 0 and not from_scratch:
                 report = _taken_over(job, again)
             if report is None:
                 module = _begun(job, block, from_scratch=from_scratch)
                 report = train(
-                    again, data, module, block=block, blocks=len(names) - 1, folder=folder, device=device,
+                    again, data, module, block=block, blocks=len(names) - 1, folder=folder, device=str(place),
                     stop=stop, progress=progress(block),
                 )  # fmt: skip
                 del module
                 gc.collect()  # the next block's report counts what is alive beside it
             reports.append(report)
             if block < len(names) - 2:
-                module = load_block(again, block, report.state_digest).to(place)
+                module = load_block(again, block, report).to(place)
                 prefix = capture_prefix(
                     again, store, resolve_snapshot(job, store), data, module,
                     before=[*before, report.state_digest], device=place, stop=stop,
@@ -139,42 +139,46 @@ def _taken_over(job: Job, again: Job) -> BlockReport | None:
     report = finished(job, 0)
     if report is None or report.targets == LIVE:
         return None
+    again.folder(0).mkdir(parents=True, exist_ok=True)
     for path in (job.folder(0) / CHECKPOINT, newest(job.folder(0))):  # of one process, or of several
         if path is not None and path.is_dir():
             shutil.copytree(path, again.folder(0) / path.name, dirs_exist_ok=True)
         elif path is not None and path.exists():
             shutil.copyfile(path, again.folder(0) / path.name)
     report = replace(report, job=again.identity())
-    write_json(again.folder(0) / REPORT, report.as_value())
+    report.write(again.folder(0))
     return report
 
 
 def _begun(job: Job, block: int, *, from_scratch: bool) -> nn.Module:
     """The block as the job has trained it, else as its factory makes it."""
     report = None if from_scratch else finished(job, block)
-    return make_block(job, block) if report is None else load_block(job, block, report.state_digest).train()
+    return make_block(job, block) if report is None else load_block(job, block, report).train()
 
 
-def _clear(again: Job) -> None:
-    """Remove what an earlier relay left, unless one is at work there: it would write its state into the new one's."""
-    with ExitStack() as held:
-        for folder in sorted(again.output.glob("block-*")):
-            held.enter_context(alone(folder, int(folder.name.removeprefix("block-"))))
-        shutil.rmtree(again.output, ignore_errors=True)
+def _remember(job: Job, again: Job, blocks: int, *, from_scratch: bool) -> None:
+    """What this relay is, so that what comes later finds it; another one is refused.
+
+    Raises:
+        zgstore.Refused: if one was begun in another way, or with other blocks than the job has trained now.
+    """
+    begun = [None if from_scratch else _digest(job, block) for block in range(blocks)]
+    said = {"job": again.identity(), "steps": again.train.steps, "from_scratch": from_scratch, "begun": begun}
+    known = remembered(again.output) or said
+    for name, what in (("job", "of another job"), ("from_scratch", "begun in another way"), ("begun", "")):
+        if known[name] != said[name] and known[name] is not None:
+            raise zgstore.Refused(
+                f"{again.output} holds a relay "
+                + (what or "that began with other blocks than the job has trained by now"),
+                hint="run it as it was, or begin anew with --fresh",
+                field=name,
+                expected=said[name],
+                actual=known[name],
+            )
+    remember(again.output, said)
 
 
-def _remember(job: Job, *, from_scratch: bool) -> None:
-    """What this relay is, so that what comes later finds it, and another one is refused."""
-    path = job.output / SETTINGS
-    said: dict[str, Any] = {"job": job.identity(), "steps": job.train.steps, "from_scratch": from_scratch}
-    known = None
-    if path.exists():
-        known = json.loads(path.read_text(encoding="utf-8"))
-    if known is not None and (known["job"], known["from_scratch"]) != (said["job"], from_scratch):
-        raise zgstore.Refused(
-            f"{job.output} holds a relay of another kind",
-            hint="run it as it was, or begin anew with --fresh",
-            expected=said,
-            actual=known,
-        )
-    write_json(path, said)
+def _digest(job: Job, block: int) -> str | None:
+    """The state of a block that the job has trained; None if it has not."""
+    report = finished(job, block)
+    return None if report is None else report.state_digest

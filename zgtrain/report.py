@@ -6,25 +6,28 @@ tensors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import zgstore
-from zgtrain.economics import REPORT, economics
+from zgtrain.blockreport import BlockReport
+from zgtrain.economics import economics, reports_of
+from zgtrain.files import read_json, write_text
 from zgtrain.job import Job
+from zgtrain.journal import FILE_NAME as LOG_NAME
+from zgtrain.journal import read_lines
 from zgtrain.page import page
 
 EVALUATION: Final = "evaluation.json"
-LOG: Final = "log.jsonl"
 
 
 def write_report(job: Job, path: Path | str, *, others: Sequence[Job] = ()) -> Path:
     """Write the page.
 
     Args:
-        job: Whose blocks are trained; what is not there yet (an evaluation, a live run) is left out, and said so.
+        job: Whose blocks are trained; what is not there yet (an evaluation of them as they are now, a live run) is
+            left out, and said so.
         path: Where; its folder is made.
         others: Further runs of the same blocks, cached or live, for the economics.
 
@@ -33,45 +36,40 @@ def write_report(job: Job, path: Path | str, *, others: Sequence[Job] = ()) -> P
 
     Raises:
         zgstore.NotFound: if no block is trained yet.
+        zgstore.Refused: if the blocks are of another job.
+        zgstore.Corrupt: if a file in the job's output is not what its name says.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(gathered(job, others)), encoding="utf-8")
+    write_text(path, page(gathered(job, others)))
     return path
 
 
 def gathered(job: Job, others: Sequence[Job] = ()) -> dict[str, Any]:
     """What the page shows, as one value."""
-    blocks: list[dict[str, Any]] = []
-    while (file := job.folder(len(blocks)) / REPORT).is_file():
-        lines = _lines(file.with_name(LOG))
-        blocks.append({"report": json.loads(file.read_text(encoding="utf-8")), "log": lines})
-    if not blocks:
-        raise zgstore.NotFound(f"{job.output} has no trained block", hint=f"train them: `zgtrain launch {job.path}`")
-    evaluation = job.output / EVALUATION
+    reports = reports_of(job)
     try:
         costs: dict[str, Any] = economics([job, *others]).as_value()
     except zgstore.ZgError as error:
         costs = {"missing": error.message}
+    logs = [read_lines(job.folder(block) / LOG_NAME) for block in range(len(reports))]
     return {
         "name": job.path.stem,
         "identity": job.identity(),
-        "blocks": blocks,
-        "evaluation": json.loads(evaluation.read_text(encoding="utf-8")) if evaluation.is_file() else None,
+        "blocks": [{"report": each.as_value(), "log": log} for each, log in zip(reports, logs, strict=True)],
+        **_judged(job, reports),
         "economics": costs,
-        "snapshot": _snapshot(job, blocks[0]["report"]["snapshot"]),
+        "snapshot": _snapshot(job, reports[0].snapshot),
     }
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log."""
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            continue  # cut off by a kill
-    return lines
+def _judged(job: Job, reports: Sequence[BlockReport]) -> dict[str, Any]:
+    """The evaluation of these very blocks, or why there is none to show."""
+    command = f"zgtrain evaluate {job.path}{' --relay' if job.relay else ''}"
+    value = read_json(job.output / EVALUATION, remedy=f"evaluate again: `{command}`")
+    if value is not None and value.get("blocks") == [each.state_digest for each in reports]:
+        return {"evaluation": value, "not_evaluated": None}
+    why = "Not evaluated yet" if value is None else "Not evaluated since these blocks were trained"
+    return {"evaluation": None, "not_evaluated": (why, command)}
 
 
 def _snapshot(job: Job, digest: str) -> dict[str, Any]:

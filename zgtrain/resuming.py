@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zgstore
+from zgtrain.blockreport import note
 from zgtrain.checkpoint import block_state, capture_rng, load, restore_block, restore_rng, save, seed_all, state_digest
 from zgtrain.ledger import Ledger, Log, not_finite
 from zgtrain.ranks import Ranks, own_part
@@ -65,11 +65,6 @@ def _refuse_not_finite(block: nn.Module, *, step: int, ranks: Ranks) -> None:
     if ranks.any(not all(finite)):
         names = [name for name, good in zip(trained, finite, strict=True) if not good]
         raise not_finite(f"parameter {', '.join(names[:3]) or 'shards'} of step {step} is not finite", step=step)
-
-
-def note(path: Path, **told: Any) -> None:
-    """Say beside a checkpoint what it holds, for those who look and load no tensor; nothing depends on it."""
-    path.with_suffix(".json").write_text(json.dumps(told) + "\n", encoding="utf-8")
 
 
 def begin(

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import zgstore
-from zgtrain.checkpoint import block_state, load, save, sync_folder
+from zgtrain.checkpoint import block_state, load, save
+from zgtrain.files import sync_folder
 from zgtrain.ranks import Ranks
 
 PREFIX: Final = "checkpoint-"
+FIRST_RANK: Final = "rank-0.pt"  # what is in it of a training, each of the others has too
 _BLOCK, _OPTIMIZER, _INITIAL = "block", "optimizer", "initial"
 
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import zgstore
-from zgtrain.blockreport import BlockReport, report_of
+from zgtrain.blockreport import BlockReport
 from zgtrain.checkpoint import rng_kept
 from zgtrain.devices import arithmetic, device_of
 from zgtrain.gradient.method import make_method
-from zgtrain.independence import leaving_gradient_bytes
+from zgtrain.independence import leaving_gradient_bytes, report_of
 from zgtrain.job import GradientSpec, LossSpec, OptimizerSpec, ScheduleSpec, refuse_unknown, schedule_of
 from zgtrain.ledger import Log
 from zgtrain.noise import LOOKED_AT, Noise, denoising, noised, refuse_names

@@ -35,8 +35,10 @@ from torch import distributed
 import zgstore
 import zgtrain
 from zgtrain.assembler import load_block
-from zgtrain.blocks import finished, noise_of, open_source, write_json
+from zgtrain.blockreport import finished
+from zgtrain.blocks import noise_of, open_source
 from zgtrain.evaluator import FILE_NAME
+from zgtrain.files import write_json
 from zgtrain.independence import peak_memory_bytes
 from zgtrain.job import LossSpec
 from zgtrain.leakage import leakage
@@ -218,26 +220,28 @@ def leaks(job: zgtrain.Job, reports: Sequence[zgtrain.BlockReport]) -> Mapping[s
     path = job.output / "leakage.json"
     digests = [report.state_digest for report in reports]
     if not path.is_file() or json.loads(path.read_text(encoding="utf-8"))["blocks"] != digests:
-        write_json(path, {"blocks": digests, **apart(leak, job, digests)})
+        write_json(path, {"blocks": digests, **apart(leak, job, reports)})
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def leak(job: zgtrain.Job, digests: Sequence[str]) -> Mapping[str, Any]:
+def leak(job: zgtrain.Job, reports: Sequence[zgtrain.BlockReport]) -> Mapping[str, Any]:
     interface = job.student.interface.call(job.student.args)
     by_loss = make_objective(LossSpec(job.train.loss.name))
     by_kl = make_objective(LossSpec(boundary_weight=0.0, token_kl=1.0), interface)
-    last = len(digests) - 1
+    last = len(reports) - 1
     return {
-        "loss": [leak_of(job, digests, number, by_loss) for number in range(len(digests))],
-        "kl": leak_of(job, digests, last, by_kl),
+        "loss": [leak_of(job, reports, number, by_loss) for number in range(len(reports))],
+        "kl": leak_of(job, reports, last, by_kl),
     }
 
 
-def leak_of(job: zgtrain.Job, digests: Sequence[str], number: int, objective: Objective) -> Mapping[str, float]:
+def leak_of(
+    job: zgtrain.Job, reports: Sequence[zgtrain.BlockReport], number: int, objective: Objective
+) -> Mapping[str, float]:  # fmt: skip
     with open_source(job, zgstore.Store.open(job.snapshot.store), number) as data:
         found = leakage(
-            load_block(job, number, digests[number]), data, objective, rows=min(LEAK_ROWS, len(data.reader)),
-            forward=job.train.forward.resolve(), device="cpu", noise=noise_of(job, number, len(digests)),
+            load_block(job, number, reports[number]), data, objective, rows=min(LEAK_ROWS, len(data.reader)),
+            forward=job.train.forward.resolve(), device="cpu", noise=noise_of(job, number, len(reports)),
             seed=job.train.seed, block_id=number,
         )  # fmt: skip
     return asdict(found)

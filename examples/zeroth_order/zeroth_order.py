@@ -20,8 +20,9 @@ from torch.nn import functional
 
 import zgstore
 import zgtrain
-from zgtrain.blocks import make_block, open_source, write_json
+from zgtrain.blocks import make_block, open_source
 from zgtrain.causal_lm import unpack
+from zgtrain.files import write_json
 from zgtrain.gradient.method import make_method
 from zgtrain.objective import BOUNDARY, make_objective
 

@@ -18,6 +18,7 @@ from zgstore.upkeep.importer import import_safetensors
 from zgstore.upkeep.repairer import repair
 from zgstore.upkeep.verifier import verify
 from zgtrain import blocks, checkpoint, progress, sharded
+from zgtrain.blockreport import read_report
 from zgtrain.job import load_job
 from zgtrain.journal import read_lines
 from zgtrain.ranks import Ranks
@@ -173,7 +174,7 @@ def _check_training(place: Path) -> None:
     job = load_job(place / "job.toml")
     progress.status(job)
     checkpoint.load(job.folder(1) / blocks.CHECKPOINT)
-    blocks.read_report(job, 1)
+    read_report(job, 1)
 
 
 OPERATIONS = {

@@ -13,8 +13,10 @@ from students import CODE, built, make_job
 
 import zgstore
 from zgtrain.assembler import assemble, gather
-from zgtrain.blocks import alone, read_report, run, write_json
+from zgtrain.blockreport import read_report
+from zgtrain.blocks import run
 from zgtrain.checkpoint import load, save, state_digest
+from zgtrain.files import write_json
 from zgtrain.job import load_job
 from zgtrain.prefixes import joined, relayed
 from zgtrain.relaying import relay
@@ -53,6 +55,12 @@ def test_a_student_is_the_trained_blocks_one_after_the_other_and_its_manifest_sa
     assert again.manifest["state_digest"] == made.manifest["state_digest"]
     with pytest.raises(zgstore.Invalid, match="no student of ours"):
         assemble(job, tmp_path)
+    for path in (tmp_path / "student" / "mine.txt", tmp_path / "student" / "mine" / "notes.md"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+        with pytest.raises(zgstore.Invalid, match=f"no assembly wrote '{path.relative_to(tmp_path / 'student')}'"):
+            assemble(job, tmp_path / "student")
+        path.unlink()
     assert sorted(each.name for each in tmp_path.iterdir() if "student" in each.name and "toy" not in each.name) == [
         "student"
     ]
@@ -216,7 +224,7 @@ def test_a_relay_from_scratch_needs_no_launch_and_is_another_one(tmp_path):
     assert [report.steps for report in reports] == [7, 7]
     assert reports[0].initial_digest != reports[0].state_digest
     assemble(relayed(job))
-    with pytest.raises(zgstore.Refused, match="of another kind") as caught:
+    with pytest.raises(zgstore.Refused, match="begun in another way") as caught:
         relay(job)
     assert "--fresh" in caught.value.hint
 
@@ -225,10 +233,44 @@ def test_a_fresh_relay_waits_for_nobody_and_clears_nothing_under_another(tmp_pat
     _, job, _ = trained(tmp_path)
     relay(job, steps=3)
     folder = relayed(job).folder(1)
-    left = sorted(folder.iterdir())
-    with alone(folder, 1), pytest.raises(zgstore.Busy):
-        relay(job, fresh=True)
-    assert sorted(folder.iterdir()) == left
+    left, refused = sorted(folder.iterdir()), []
+
+    def meanwhile(_block):
+        with pytest.raises(zgstore.Busy, match="being relayed"):
+            relay(job, fresh=True)
+        refused.append(sorted(folder.iterdir()) == left)
+        return lambda _line: None
+
+    relay(job, steps=5, progress=meanwhile)
+    assert refused == [True]
+
+
+def test_a_relay_of_other_blocks_than_it_began_with_is_refused_and_begins_anew_with_fresh(tmp_path):
+    path, job, _ = trained(tmp_path)
+    relay(job, steps=4)
+    longer = load_job(path, ["train.steps=12"])
+    for block in (0, 1):
+        run(longer, block=block)
+    with pytest.raises(zgstore.Refused, match="began with other blocks") as caught:
+        relay(longer)
+    assert "--fresh" in caught.value.hint
+    reports = relay(longer, fresh=True)
+    assert reports[0].state_digest == read_report(longer, 0).state_digest
+    assert reports[1].initial_digest == read_report(longer, 1).state_digest
+    assert [report.steps for report in reports] == [12, 12]
+    assert relayed(longer).train.steps == 12
+
+
+def test_a_relay_goes_on_to_the_steps_that_are_asked_for_now(tmp_path):
+    _, job, _ = trained(tmp_path)
+    assert [report.steps for report in relay(job, steps=3)] == [7, 3]  # the first is taken over
+    assert [report.steps for report in relay(job)] == [7, 7]
+    assert relayed(job).train.steps == 7
+    (relayed(job).output / "relay.json").write_text('{"job": "x"')
+    with pytest.raises(zgstore.Corrupt, match=r"relay\.json") as caught:
+        relay(job)
+    assert "--fresh" in caught.value.hint
+    relay(job, fresh=True)
 
 
 def test_a_relay_whose_prefix_changed_is_refused_at_assembly(tmp_path):

@@ -12,19 +12,14 @@ import torch
 from students import CODE, built, make_job
 
 import zgstore
-from zgtrain.blocks import (
-    boundaries_of,
-    finished,
-    make_block,
-    open_source,
-    read_report,
-    refuse_shared,
-    resolve_snapshot,
-    run,
-)
+from zgtrain.assembler import load_block
+from zgtrain.blockreport import finished, read_report
+from zgtrain.blocks import boundaries_of, make_block, open_source, refuse_shared, resolve_snapshot, run
 from zgtrain.checkpoint import load, restore_block, state_digest
 from zgtrain.job import load_job
 from zgtrain.journal import read_lines
+from zgtrain.progress import block_status
+from zgtrain.relaying import relay
 
 torch.set_num_threads(1)
 
@@ -90,6 +85,29 @@ def test_a_block_that_followed_a_build_is_finished_on_its_snapshot(tmp_path):
 def stopped_at(step):
     seen = []
     return {"progress": lambda line: seen.append(line["step"]), "stop": lambda: bool(seen) and seen[-1] >= step}
+
+
+def test_a_block_that_was_trained_on_is_done_only_when_it_ends(tmp_path):
+    path = make_job(tmp_path, train="checkpoint_every = 1")
+    job, _, _ = built(path)
+    run(job, block=0)
+    longer = load_job(path, ["train.steps=20"])
+    with pytest.raises(zgstore.Interrupted):
+        run(longer, block=0, **stopped_at(11))
+    for ask in (lambda: finished(job, 0), lambda: run(job, block=0), lambda: relay(job)):
+        with pytest.raises(zgstore.Refused, match="done at step 7, and its checkpoint is at step 11") as caught:
+            ask()
+        assert "train.steps=11" in caught.value.hint
+        assert "--block 0 --fresh" in caught.value.hint
+    shown = block_status(job, 0)
+    assert (shown.state, shown.step, shown.steps, shown.checkpoint_step) == ("stopped", 11, 7, 11)
+    assert "longer run" in shown.error
+    (job.folder(0) / "checkpoint.json").write_text('{"step": 7, "snapshot": ""}')  # a kill before it was said again
+    with pytest.raises(zgstore.Refused, match="checkpoint is at step 11"):
+        load_block(job, 0, read_report(job, 0))
+    assert run(load_job(path, ["train.steps=11"]), block=0).steps == 11
+    whole = run(load_job(path, ["train.steps=20", "output=whole"]), block=0)
+    assert run(longer, block=0).state_digest == whole.state_digest
 
 
 def test_a_report_and_a_log_lie_beside_the_checkpoint(tmp_path):

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import zgstore
+from zgtrain.blockreport import BlockReport
 from zgtrain.economics import CacheCost, Spent, amortised, break_even, economics, weigh
 from zgtrain.job import parse_job
 
@@ -99,8 +100,12 @@ def job(tmp_path, name, seconds, *, targets="cached", snapshot="s", steps=8, lau
     for block, total in enumerate(seconds):
         folder = output / f"block-{block:03d}"
         folder.mkdir(parents=True)
-        report = {"block": block, "snapshot": snapshot, "steps": steps, "targets": targets,
-                  "seconds": {"total": total + 0.5, "validation": 0.5}}  # fmt: skip
+        seconds = {"data": 0.0, "compute": total, "validation": 0.5, "total": total + 0.5}
+        whole = dict.fromkeys(BlockReport.__slots__, 0) | {
+            "pins": "p", "job": made.identity(), "source": "a", "target": "b", "initial_digest": "i",
+            "state_digest": "d", "deterministic": True, "environment": {},
+        }  # fmt: skip
+        report = {**whole, "block": block, "snapshot": snapshot, "steps": steps, "targets": targets, "seconds": seconds}
         (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
     return made
 

@@ -13,7 +13,8 @@ import torch
 from students import CODE, built, make_job
 
 import zgstore
-from zgtrain.blocks import finished, growing_build, run
+from zgtrain.blockreport import finished
+from zgtrain.blocks import growing_build, run
 from zgtrain.checkpoint import load
 from zgtrain.job import load_job
 

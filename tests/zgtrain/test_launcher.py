@@ -15,7 +15,8 @@ from students import CODE, built, make_job
 
 import zgstore
 from zgtrain.assembler import gather
-from zgtrain.blocks import read_report, run
+from zgtrain.blockreport import read_report
+from zgtrain.blocks import run
 from zgtrain.crew import DONE, FAILED, STOPPED, cause
 from zgtrain.job import load_job
 from zgtrain.launcher import launch, plan, status

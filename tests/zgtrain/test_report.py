@@ -70,6 +70,25 @@ def test_what_is_not_measured_yet_is_said_and_not_made_up(before):
     assert "Boundaries" not in before
 
 
+def test_an_evaluation_of_other_blocks_is_not_shown_as_theirs(jobs, page, tmp_path):
+    folder = tmp_path / "again"
+    shutil.copytree(jobs[0].output, folder)
+    job = load_job(jobs[0].path, [f"output={json.dumps(str(folder))}"])
+    path = folder / "block-001" / "report.json"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**report, "state_digest": "blake3:" + "5" * 64}), encoding="utf-8")
+    text = write_report(job, tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Not evaluated since these blocks were trained" in text
+    assert "gates passed" in page.read_text(encoding="utf-8")
+    assert "gates passed" not in text
+
+
+def test_blocks_of_another_job_have_no_page_of_this_one(jobs, tmp_path):
+    with pytest.raises(zgstore.Refused, match="of job") as caught:
+        write_report(load_job(jobs[0].path, ["train.seed=9"]), tmp_path / "report.html")
+    assert "--set" in caught.value.hint
+
+
 def test_a_job_without_a_trained_block_has_no_page(jobs, tmp_path):
     with pytest.raises(zgstore.NotFound, match="no trained block"):
         write_report(load_job(jobs[0].path, ['output="nothing"']), tmp_path / "report.html")

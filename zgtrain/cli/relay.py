@@ -54,7 +54,7 @@ def relay(
             loaded, steps=steps, from_scratch=from_scratch, fresh=fresh, device=device,
             stop=lambda: session.stopping, progress=of,
         )  # fmt: skip
-    relayed = prefixes.relayed(loaded, steps=steps)
+    relayed = prefixes.relayed(loaded, steps=steps or loaded.train.steps)
     blocks = [report.as_value() for report in reports]
     return Answer(
         {

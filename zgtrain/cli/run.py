@@ -17,6 +17,7 @@ from zgstore.cli.session import Session, session_of
 from zgstore.cli.units import duration_text, short, size_text
 from zgtrain.cli.arguments import JobFile, job_of
 from zgtrain.cli.running import StepLine, count_text, loss_text
+from zgtrain.cli.tied import tie
 from zgtrain.job import BlockLaunch
 
 DETERMINISTIC: Final = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -106,6 +107,7 @@ def _join(session: Session, device: str | None) -> str | None:
     import torch  # noqa: PLC0415 - the help need not load it
     from torch import distributed  # noqa: PLC0415
 
+    tie(os.getppid())  # torchrun itself may be killed, and would then end nobody
     if int(os.environ["RANK"]):
         os.dup2(sys.stderr.fileno(), session.screen.fd)  # the first speaks for all; the log has what the others say
     if device is None and torch.cuda.is_available():

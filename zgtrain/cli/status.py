@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from zgstore.cli.console import Answer, Block, Rows
+from zgstore.cli.console import Answer, Block, Line, Rows
 from zgtrain import progress
 from zgtrain.cli.arguments import JobFile, job_of
 from zgtrain.cli.running import HEADS, status_row
@@ -22,3 +22,7 @@ def status(ctx: typer.Context, job: JobFile) -> Answer:
 
 def _view(value: dict[str, Any]) -> Iterator[Block]:
     yield Rows(HEADS, [status_row(each) for each in value["blocks"]], right=(0, 2, 3, 4, 5), shrink=())
+    for each in value["blocks"]:
+        if each["error"]:
+            yield Line("")
+            yield Line(f"block {each['block']}: {each['error']}")

@@ -1,0 +1,135 @@
+"""The small files of a job's output: whatever is put in their place, the command says which, and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+
+import pytest
+import torch
+from students import built, make_job
+
+from zgtrain.blockreport import read_report
+from zgtrain.blocks import run
+from zgtrain.job import load_job
+from zgtrain.launcher import launch, status
+from zgtrain.relaying import relay
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _own_import_path(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A job with both blocks, and a relay of them."""
+    folder = tmp_path_factory.mktemp("whole")
+    before = list(sys.path)
+    job, _, _ = built(make_job(folder))
+    for block in (0, 1):
+        run(job, block=block)
+    relay(job)
+    sys.path[:] = before
+    return folder
+
+
+@pytest.fixture
+def place(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "place")
+    return tmp_path / "place"
+
+
+def a_folder(path):
+    path.mkdir()
+
+
+def a_pipe(path):
+    os.mkfifo(path)
+
+
+def a_link_to_itself(path):
+    path.symlink_to(path.name)
+
+
+def text(what):
+    return lambda path: path.write_bytes(what)
+
+
+STRANGE = {
+    "a folder": a_folder,
+    "a pipe": a_pipe,
+    "a link to itself": a_link_to_itself,
+    "nothing": text(b""),
+    "half": text(b'{"step": 7, "job'),
+    "no text": text(b"\xff\xfe\x00"),
+    "a list": text(b"[1, 2]"),
+    "null": text(b"null"),
+    "deep": text(b"[" * 100_000),
+    "another value": text(b'{"step": "seven", "steps": "7", "job": 1}'),
+}
+NO_FILES = {"a folder", "a pipe", "a link to itself"}
+READ_BY = {
+    "block-000/report.json": ("run", "assemble", "economics", "report"),
+    "block-000/checkpoint.json": ("run", "plan"),
+    "relay/relay.json": ("relay", "assemble --relay"),
+    "relay/block-001/report.json": ("relay", "assemble --relay"),
+}
+WORDS = {"run": ["--block", "0"], "report": ["--output", "page.html"]}
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+@pytest.mark.parametrize("file", READ_BY)
+def test_what_is_no_such_file_is_named_with_its_remedy_once(strange, file, place, zg, monkeypatch):
+    monkeypatch.chdir(place)
+    path = place / "out" / file
+    path.unlink()
+    STRANGE[strange](path)
+    for command in READ_BY[file]:
+        began = time.monotonic()
+        name, *options = command.split()
+        ran = zg(name, "job.toml", *options, *WORDS.get(name, []), "--json")
+        assert time.monotonic() - began < 5
+        assert ran.code == 20, command
+        error = ran.json["error"]
+        assert str(path) in error["message"]
+        assert len(error["hint"]) > 10
+        assert error["hint"].count("run the block again") <= 1
+    shown = status(load_job(place / "job.toml"))
+    if "relay" not in file:
+        assert path.name in shown[0].error
+    assert shown[1].state == "done"
+    assert shown[1].error is None
+
+
+@pytest.mark.parametrize("strange", [name for name in STRANGE if name not in NO_FILES])
+def test_a_log_is_read_as_far_as_it_is_one(strange, place):
+    path = place / "out" / "block-000" / "log.jsonl"
+    kept = path.read_bytes()
+    STRANGE[strange](path)
+    path.write_bytes(path.read_bytes() + b'\n{"step": 3, "loss": "low"}\n{"step": 3, "loss": null}\n' + kept)
+    shown = status(load_job(place / "job.toml"))[0]
+    assert (shown.state, shown.error) == ("done", None)
+    assert shown.loss == json.loads(kept.splitlines()[-1])["loss"]
+
+
+def test_one_damaged_report_stops_no_other_block(place):
+    (place / "out" / "block-000" / "report.json").write_text('{"a')
+    shutil.rmtree(place / "out" / "block-001")
+    report = launch(load_job(place / "job.toml"))
+    assert [each.state for each in report.blocks] == ["failed", "done"]
+    assert report.error.exit_code == 20
+    assert "report.json" in report.error.message
+    assert read_report(load_job(place / "job.toml"), 1).steps == 7
+
+
+def test_folders_that_are_no_blocks_are_passed_over(place):
+    (place / "out" / "block-old").mkdir()
+    shutil.rmtree(place / "store")
+    assert [each.state for each in status(load_job(place / "job.toml"))] == ["done", "done"]

@@ -1,0 +1,73 @@
+"""Files that are put in place whole, opened if they are some, and locked by one at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+
+import zgstore
+from zgtrain.files import held, holder, opened, write_json
+
+
+def test_a_lock_is_held_by_one_who_is_named_and_by_nobody_after_a_kill(tmp_path):
+    path = tmp_path / ".lock"
+    assert holder(path) is None
+    with held(path, "block 3 is being trained"):
+        assert holder(path) == f"pid {os.getpid()} on {os.uname().nodename}"
+        busy = f"block 3 is being trained by another process \\(pid {os.getpid()} "
+        with pytest.raises(zgstore.Busy, match=busy), held(path, "block 3 is being trained"):
+            pass
+    assert holder(path) is None
+    child = os.fork()
+    if not child:
+        with held(path, "it"):
+            os.kill(os.getpid(), 9)
+    os.waitpid(child, 0)
+    assert f"pid {child} on" in path.read_text()
+    assert holder(path) is None
+    path.write_text(f"pid 1 on {os.uname().nodename} since 2020\n")  # its number was given out again
+    assert holder(path) is None
+
+
+def test_who_looks_at_a_lock_keeps_nobody_from_it(tmp_path):
+    path = tmp_path / ".lock"
+    path.touch()
+    child = os.fork()
+    if not child:
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            holder(path)
+        os._exit(0)
+    for _ in range(200):
+        with held(path, "it"):
+            pass
+    os.waitpid(child, 0)
+
+
+def test_another_hosts_lock_holds_while_its_log_grows(tmp_path):
+    path, log = tmp_path / ".lock", tmp_path / "log.jsonl"
+    path.write_text("pid 7 on elsewhere since 2026\n")
+    log.write_text("")
+    assert holder(path) == "pid 7 on elsewhere"
+    for each in (path, log):
+        os.utime(each, (time.time() - 600, time.time() - 600))
+    assert holder(path) is None
+
+
+def test_a_pipe_in_a_locks_place_is_no_lock(tmp_path):
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(zgstore.Corrupt, match="it is no file"), held(tmp_path / ".lock", "it"):
+        pass
+
+
+def test_a_file_is_put_in_place_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "deep" / "value.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [each.name for each in path.parent.iterdir()] == ["value.json"]
+    assert opened(tmp_path / "none", remedy="") is None

@@ -1,0 +1,191 @@
+"""The small files of a job's output: put in place whole, opened as if anybody could have put them there, and locked.
+
+Nothing here knows tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Final
+
+import zgstore
+
+_MOST_BYTES: Final = 64 << 20  # of a file that is read whole: a report has some KiB, an evaluation some hundreds
+_OPEN: Final = os.O_CLOEXEC | os.O_NONBLOCK  # a fifo must not block the open
+_NO_FILE: Final = {errno.EISDIR, errno.ELOOP, errno.ENXIO}
+_HOLDER: Final = re.compile(r"pid \d+ on (\S+) since ")
+_GLANCE_SECONDS: Final = 0.2  # who asks whether a lock is held has it for a moment
+_QUIET_SECONDS: Final = 300  # another host's process that has said nothing for so long is taken to have ended
+
+
+# ---- writing ----
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A text file put in place whole, its folder made; whoever reads it meanwhile has the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """The same of a value as JSON."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+# ---- reading ----
+
+
+def opened(path: Path, *, remedy: str, flags: int = os.O_RDONLY) -> IO[bytes] | None:
+    """A regular file, opened; None if there is none.
+
+    Args:
+        path: Where; may be a link to one.
+        remedy: What to do about one that is no file: the error's hint.
+        flags: Of ``os.open``.
+
+    Raises:
+        zgstore.Corrupt: if something else has its name.
+    """
+    try:
+        handle = os.open(path, flags | _OPEN, 0o666)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise damaged(path, "it is no file", remedy) from error
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise damaged(path, "it is no file", remedy)
+    return os.fdopen(handle, "r+b" if flags & os.O_RDWR else "rb", buffering=0)
+
+
+def read_json(path: Path, *, remedy: str) -> dict[str, Any] | None:
+    """The JSON object in a file; None if there is no file.
+
+    Raises:
+        zgstore.Corrupt: if the file holds anything else.
+    """
+    file = opened(path, remedy=remedy)
+    if file is None:
+        return None
+    with file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise damaged(path, f"it has more than {_MOST_BYTES >> 20} MiB", remedy)
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, str(error), remedy) from error
+    if not isinstance(value, dict):
+        raise damaged(path, "it holds no JSON object", remedy)
+    return value
+
+
+def damaged(path: Path, why: str, remedy: str) -> zgstore.Corrupt:
+    """The error of a small file that is not what its name says."""
+    return zgstore.Corrupt(f"{path} cannot be read: {why}", hint=remedy, object=path.name, path=str(path))
+
+
+# ---- locking ----
+
+
+@contextlib.contextmanager
+def held(path: Path, doing: str) -> Iterator[None]:
+    """One process at a time has a lock file, which says who it is; it is let go however that process ends.
+
+    Args:
+        path: The file; it and its folder are made.
+        doing: What is done under it, for whoever comes second.
+
+    Raises:
+        zgstore.Busy: if another process has it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = opened(path, remedy="remove it, and run the same again", flags=os.O_RDWR | os.O_CREAT)
+    assert file is not None  # it was made
+    with file:
+        if not _locked(file, fcntl.LOCK_EX, patience_seconds=_GLANCE_SECONDS):
+            raise zgstore.Busy(
+                f"{doing} by another process ({_said(file).strip() or 'unknown'})",
+                hint="wait for it, or stop it; `zgtrain status` shows how far its blocks are",
+                path=str(path),
+            )
+        file.truncate(0)
+        file.seek(0)
+        file.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+        try:
+            yield
+        finally:
+            file.truncate(0)
+
+
+def holder(path: Path) -> str | None:
+    """Who has a lock file: ``pid 17 on host``; None if nobody has.
+
+    A file system may keep another host's locks from us: its process is taken to be alive while files beside the lock
+    change.
+
+    Raises:
+        zgstore.Corrupt: if something else has the file's name.
+    """
+    file = opened(path, remedy="remove it")
+    if file is None:
+        return None
+    with file:
+        free, found = _locked(file, fcntl.LOCK_SH), _HOLDER.match(_said(file))
+    if found is None:
+        return None if free else "another process"
+    if not free or (found[1] != socket.gethostname() and _lately(path.parent)):
+        return found[0].removesuffix(" since ")
+    return None
+
+
+def _locked(file: IO[bytes], kind: int, *, patience_seconds: float = 0.0) -> bool:
+    give_up = time.monotonic() + patience_seconds
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= give_up:
+                return False
+            time.sleep(_GLANCE_SECONDS / 20)
+        else:
+            return True
+
+
+def _said(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(200).decode("utf-8", "replace")
+
+
+def _lately(folder: Path) -> bool:
+    return any(time.time() - each.stat().st_mtime < _QUIET_SECONDS for each in folder.iterdir() if each.is_file())
