@@ -14,6 +14,7 @@ import zgstore
 from zgtrain.blockreport import finished
 from zgtrain.blocks import boundaries_of, ends_of, make_block, refuse_shared, resolve_snapshot
 from zgtrain.crew import FAILED, BlockRun, Crew, as_error
+from zgtrain.gradient.zeroth_order import count_cores
 from zgtrain.job import BlockLaunch, Job
 from zgtrain.progress import block_status, status
 from zgtrain.source import CACHED
@@ -40,6 +41,7 @@ class BlockPlan:
         steps: What is to be done in all.
         bytes_to_read: By the steps that are left.
         processes: Of this block.
+        cores: Black boxes that a zeroth-order gradient asks in it; 0 where it is one as a whole, None for backprop.
     """
 
     block: int
@@ -51,6 +53,7 @@ class BlockPlan:
     steps: int
     bytes_to_read: int
     processes: int = 1
+    cores: int | None = None
 
     @property
     def done(self) -> bool:
@@ -103,7 +106,8 @@ def plan(job: Job, *, parallel: int | None = None, devices: Sequence[str] = ()) 
     blocks = []
     for block in range(len(names) - 1):
         source, target = ends_of(job, names, block)
-        made = [(each.numel(), each.requires_grad) for each in make_block(job, block).parameters()]
+        module = make_block(job, block)
+        made = [(each.numel(), each.requires_grad) for each in module.parameters()]
         step = _steps_done(job, block, str(digest))
         each_row = size[source] + size[target] + context
         left = (job.train.steps - step) * job.train.batch_size * job.train.accumulate
@@ -112,8 +116,10 @@ def plan(job: Job, *, parallel: int | None = None, devices: Sequence[str] = ()) 
                 block, source, target, sum(count for count, _ in made),
                 sum(count for count, trained in made if trained), step, job.train.steps, round(left * each_row),
                 job.launch.blocks.get(block, BlockLaunch()).processes,
+                None if job.train.gradient.name == "backprop" else count_cores(module),
             )
         )  # fmt: skip
+        del module  # else it would be alive beside the next one
     return Plan(
         job.identity(), str(digest), str(shown.snapshot.pins.digest()), rows, tuple(blocks),
         _width(job, parallel, devices), tuple(devices),

@@ -8,7 +8,7 @@ from pruned import make_pruned
 from students import built, make_job, noise_of
 
 import zgstore
-from zgtrain import load_job, run
+from zgtrain import load_job, plan, run
 from zgtrain.gradient.zeroth_order import ZerothOrder
 from zgtrain.job import GradientSpec
 
@@ -29,6 +29,7 @@ def stopped_at(step):
 def test_a_whole_block_stopped_anywhere_and_resumed_ends_as_if_never_stopped(tmp_path):
     path = make_job(tmp_path, train=f"{ASKED}\naccumulate = 2", rows=16)
     job, _, _ = built(path)
+    assert {each.cores for each in plan(job).blocks} == {0}
     whole = run(job, block=1)
     assert whole.gradient_queries == 7 * 2 * 2 * 3
     assert whole.inter_block_gradient_bytes == 0
@@ -64,6 +65,7 @@ def asked(path, name, *more):
 def test_a_block_of_decoder_layers_is_asked_at_its_cores_and_resumes_to_the_same_bits(pruned):
     whole = run(asked(pruned, "whole"), block=1)
     cores = 2 * 2  # two layers
+    assert plan(asked(pruned, "whole")).blocks[1].cores == cores
     assert whole.gradient_queries == 4 * cores * 2 * 3
     stopped = asked(pruned, "stopped", "train.gradient.probe_chunk=2", "train.gradient.score_chunk=3")
     with pytest.raises(zgstore.Interrupted):

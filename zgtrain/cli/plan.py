@@ -32,6 +32,7 @@ def plan(
 
 def _view(value: dict[str, Any]) -> Iterator[Block]:
     blocks = value["blocks"]
+    asked = any(each["cores"] is not None for each in blocks)
     yield Facts(
         [
             ("snapshot", short(value["snapshot"])),
@@ -40,21 +41,26 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
             ("rows", value["rows"]),
             ("at a time", value["parallel"]),
             ("devices", ", ".join(value["devices"]) or None),
+            ("gradient", "zeroth-order: from forward queries of black boxes" if asked else None),
         ]
     )
     yield Line("")
     yield Rows(
-        ("BLOCK", "SOURCE", "TARGET", "TRAINED", "STEPS", "TO READ"),
+        ("BLOCK", "SOURCE", "TARGET", "TRAINED", "STEPS", "TO READ", *["BLACK BOXES"] * asked),
         [
             (
                 _name(each), each["source"], each["target"], count_text(each["trained_parameters"]),
                 "done" if each["done"] else f"{each['step']} of {each['steps']}",
-                size_text(each["bytes_to_read"]),
+                size_text(each["bytes_to_read"]), *[_boxes(each["cores"])] * asked,
             )
             for each in blocks
         ],
         right=(0, 3, 4, 5), shrink=(1, 2),
     )  # fmt: skip
+
+
+def _boxes(cores: int | None) -> str:
+    return "the whole block" if not cores else f"{cores} cores"
 
 
 def _name(block: dict[str, Any]) -> str:

@@ -38,6 +38,11 @@ class Layers:
         self._attention, self._gated, self._configs = attention, gated, configs
         _register()
 
+    @property
+    def count(self) -> int:
+        """How many cores they are."""
+        return len(self._attention) + len(self._gated)
+
     @contextmanager
     def asking(self, now: Asking) -> Iterator[None]:
         """Within it, they are black boxes.
@@ -58,9 +63,9 @@ class Layers:
                 setattr(config, _KERNEL, name)
             for module in self._gated:
                 del module.forward
-        if now.nodes != (count := len(self._attention) + len(self._gated)):
+        if now.nodes != self.count:
             raise zgstore.Invalid(
-                f"{now.nodes} of {count} physical cores were met in the block's forward",
+                f"{now.nodes} of {self.count} physical cores were met in the block's forward",
                 hint="write a block of your own, with zgtrain.gradient.cores.PhysicalCore where its cores are",
             )
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import zgstore
-from zgtrain.gradient.blackbox import Asking, Forward, Whole
+from zgtrain.gradient.blackbox import Asking, Forward, Whole, refuse_complex
 from zgtrain.gradient.cores import PhysicalCore, asking
 from zgtrain.gradient.layers import find
 from zgtrain.job import GradientSpec
@@ -31,7 +31,7 @@ class ZerothOrder:
         replica: Which of the processes that share rows out this is.
 
     Raises:
-        zgstore.Invalid: for a sharded block without cores.
+        zgstore.Invalid: for a sharded block without cores, or a complex parameter.
     """
 
     def __init__(
@@ -41,6 +41,8 @@ class ZerothOrder:
         self._of_all = spec.seed, number, replica
         self._within = _cores_of(block)
         self._asking = Asking(spec, self._of_all)
+        for name, each in block.named_parameters() if self._within is None else ():
+            refuse_complex(f"the parameter {name!r}", each)
         if self._within is None and any(map(is_sharded, block.parameters())):
             raise zgstore.Invalid(
                 "a sharded block cannot be one black box",
@@ -69,6 +71,14 @@ class ZerothOrder:
         """
         loss.backward()  # type: ignore[no-untyped-call]
         return self._asking.queries
+
+
+def count_cores(block: nn.Module) -> int:
+    """How many physical cores of a block are asked; 0 if it is one black box as a whole."""
+    if found := sum(isinstance(module, PhysicalCore) for module in block.modules()):
+        return found
+    layers = find(block)
+    return 0 if layers is None else layers.count
 
 
 def _cores_of(block: nn.Module) -> Callable[[Asking], AbstractContextManager[None]] | None:

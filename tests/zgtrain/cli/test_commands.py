@@ -37,6 +37,8 @@ def test_a_job_from_plan_to_report(zg, trained, tmp_path):
     assert plan["ok"]
     assert [each["done"] for each in plan["blocks"]] == [False] * 4
     assert "0 of 12" in zg("plan", trained).out
+    assert "the whole block" not in zg("plan", trained).out
+    assert zg("plan", trained, "--set", "train.gradient.name=zeroth-order").out.count("the whole block") == 4
     assert zg("status", trained, "--json").json["blocks"][2]["state"] == "to do"
     for block in range(4):
         ran = zg("run", trained, "--block", block, "--json")
