@@ -10,10 +10,16 @@ if TYPE_CHECKING:
     from zgtrain.blockreport import BlockReport as BlockReport
     from zgtrain.blocks import run as run
     from zgtrain.evaluator import evaluate as evaluate
+    from zgtrain.job import GradientSpec as GradientSpec
     from zgtrain.job import Job as Job
+    from zgtrain.job import LossSpec as LossSpec
+    from zgtrain.job import OptimizerSpec as OptimizerSpec
+    from zgtrain.job import ScheduleSpec as ScheduleSpec
     from zgtrain.job import load_job as load_job
     from zgtrain.launcher import launch as launch
     from zgtrain.launcher import plan as plan
+    from zgtrain.noise import Diffusion as Diffusion
+    from zgtrain.noise import Noise as Noise
     from zgtrain.progress import status as status
     from zgtrain.relaying import relay as relay
     from zgtrain.trainer import train_block as train_block
@@ -22,7 +28,13 @@ if TYPE_CHECKING:
 # torch. `zgtrain.causal_lm` is a module of its own.
 _HOME_OF = {
     "BlockReport": "blockreport",
+    "Diffusion": "noise",
+    "GradientSpec": "job",
     "Job": "job",
+    "LossSpec": "job",
+    "Noise": "noise",
+    "OptimizerSpec": "job",
+    "ScheduleSpec": "job",
     "assemble": "assembler",
     "evaluate": "evaluator",
     "launch": "launcher",

@@ -7,10 +7,13 @@ alone. Nothing here loads torch or opens a store.
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Final
 
 import zgstore
@@ -26,6 +29,18 @@ LEAST_OF_MOST: Final = 1 / 20  # σ of a job that says the greatest alone: publi
 GRADIENTS: Final = ("backprop", "zeroth-order")
 PROBES: Final = ("rademacher", "gaussian", "sphere", "orthogonal")
 DIFFERENCES: Final = ("central", "forward")
+EPSILON: Final = 1e-3  # of zeroth-order, where fp32 computes
+
+# What a number may be. Beyond, fp32 cannot hold what is made of it, or nothing is trained and nobody hears of it.
+_SIGMA: Final = 1e-6, 1e6  # in the boundary's unit, whose states are of size 0.01 to 1,000
+_SCALE: Final = 1e-9, 1e9  # of a loss or a gradient
+_RATE: Final = 1e-12, 1e3
+_POSITIVE: Final = 0.0, sys.float_info.max
+_FRACTION: Final = 0.0, 1.0
+_DECAY: Final = 0.0, 0.999999  # a mean over a million steps
+_MOST_SEED: Final = (1 << 63) - 1
+_MOST_AT_ONCE: Final = 1024  # threads, or processes, of one machine
+_LEAST_SHARE: Final = 1e-3  # of the normal's draws
 
 _BLOCK: Final = re.compile(r"0|[1-9][0-9]{0,5}")
 
@@ -120,7 +135,8 @@ class GradientSpec:
         probes: n, of each estimate.
         probe: Their distribution, one of ``PROBES``.
         differences: ``central``, 2n queries, or ``forward``, n + 1.
-        epsilon: How far a probe goes, in units of the root mean square of what it moves.
+        epsilon: How far a probe goes, in units of the root mean square of what it moves; None: as far as the dtype
+            that is computed in needs, ``EPSILON`` in fp32.
         probe_chunk: Probes that are queried at a time: memory, and no result.
         score_chunk: The same where attention's scores are probed, whose rows are as long as the sequence.
         seed: Of the probes.
@@ -130,7 +146,7 @@ class GradientSpec:
     probes: int = 16
     probe: str = "rademacher"
     differences: str = "central"
-    epsilon: float = 1e-3
+    epsilon: float | None = None
     probe_chunk: int = 4
     score_chunk: int = 1
     seed: int = 0
@@ -139,8 +155,8 @@ class GradientSpec:
         """What of it decides what is learned."""
         if self.name == "backprop":
             return {"name": self.name}
-        names = ("name", "probes", "probe", "differences", "epsilon", "seed")
-        return {name: getattr(self, name) for name in names}
+        names = ("name", "probes", "probe", "differences", "seed")
+        return {**{name: getattr(self, name) for name in names}, "epsilon": self.epsilon or EPSILON}
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,32 +374,70 @@ def schedule_of(said: ScheduleSpec | Arguments | str) -> ScheduleSpec:
     Raises:
         zgstore.Invalid: for what a job file may not say; so do those below.
     """
-    return _schedule(_called("schedule", said).section("schedule"))
+    return _schedule(_call(schedule=said))
 
 
 def gradient_of(said: GradientSpec | Arguments | str) -> GradientSpec:
     """The same of how a gradient is had."""
-    return _gradient(_called("gradient", said))
+    return _gradient(_call(gradient=said))
 
 
-def loss_of(said: Arguments | str) -> LossSpec:
+def loss_of(said: LossSpec | Arguments | str) -> LossSpec:
     """The same of a loss, whose functions are looked for from the current folder on."""
-    return _loss(_called("loss", said))
+    found = _loss(_call(loss=said))
+    return replace(found, function=said.function) if isinstance(said, LossSpec) else found
 
 
-def refuse_unknown(*, order: str, precision: str) -> None:
-    """See that both are known."""
-    _called("order", order).one_of("order", ORDERS, default="")
-    _called("precision", precision).one_of("precision", PRECISIONS, default="")
+def noise_of(said: Arguments | float) -> Arguments:
+    """The same of noise: the greatest σ, or a table; all of its numbers."""
+    return _noise(_call(noise=said))
 
 
-def _called(key: str, said: Any) -> Section:
-    """A call's argument as the table that a file has; of three of them a name alone stands for a table."""
-    if isinstance(said, ScheduleSpec | GradientSpec):
-        said = asdict(said)
-    elif key in {"schedule", "gradient", "loss"} and isinstance(said, str):
-        said = {"name": said}
-    return Section({key: said}, "", Path("train_block"), kind="call")
+def refuse_settings(*, rate: float, **said: Any) -> None:
+    """See that the single settings of a call are what a job file may say.
+
+    Args:
+        rate: The learning rate, of which the anchor is a multiple.
+        said: As ``[train]`` names them, and how often a call looks at what it does.
+    """
+    section = _call(**said)
+    _settings(section)
+    refuse_overshoot(section, "anchor", rate)
+    every, rows = section.whole("validate_every", default=0), section.whole("validate_rows", default=0)
+    if every and not rows:
+        section.fail("validate_rows", "is 0", "say how many rows validate_every is to look at: 32")
+    for key, least in (("log_every", 1), ("replicas", 1), ("block_id", 0)):
+        section.whole(key, default=least, least=least)
+    section.done()
+
+
+def refuse_overshoot(section: Section, key: str, rate: float) -> None:
+    """See that what a step takes of a parameter, or of its way back to where it began, is no more than all of it.
+
+    Args:
+        section: Where the key is.
+        key: ``anchor``, or ``weight_decay``.
+        rate: The learning rate, of which it is a multiple.
+    """
+    pull = section.number(key, default=0.0, within=_POSITIVE)
+    if pull * rate > 1:
+        section.fail(key, f"is {pull:g}, and with a learning rate of {rate:g} a step goes beyond its end",
+                     f"at most 1 / lr = {1 / rate:g}")  # fmt: skip
+
+
+def _call(**said: Any) -> Section:
+    """What a call says, as the table that a file has; what is None is not said."""
+    value = {key: _plain(each) for key, each in said.items() if each is not None}
+    return Section(value, "", Path("train_block"), kind="call")
+
+
+def _plain(said: Any) -> Any:
+    """As TOML has it: a spec as its table, a number of NumPy's as one of Python's."""
+    if isinstance(said, ScheduleSpec | GradientSpec | LossSpec):
+        return {key: each for key, each in asdict(said).items() if each is not None and key != "function"}
+    if isinstance(said, Mapping):
+        return {key: _plain(each) for key, each in said.items()}
+    return said.item() if hasattr(said, "item") else said
 
 
 def _text(target: Target | None) -> str | None:
@@ -437,66 +491,96 @@ def _student(section: Section) -> StudentSpec:
 
 
 def _train(section: Section) -> TrainSpec:
-    known = TrainSpec(steps=1)
     if not section.has("steps"):
         section.fail("steps", "is missing", "give the number of optimiser steps")
     spec = TrainSpec(
-        steps=section.whole("steps", default=0, least=1),
-        batch_size=section.whole("batch_size", default=known.batch_size, least=1),
-        seed=section.whole("seed", default=0),
-        order=section.one_of("order", ORDERS, default=known.order),
+        **_settings(section),
         optimizer=_optimizer(section),
-        schedule=_schedule(section.section("schedule", optional=True)),
-        max_grad_norm=section.number("max_grad_norm", default=1.0, least=0.0) or None,
-        precision=section.one_of("precision", PRECISIONS, default=known.precision),
-        accumulate=section.whole("accumulate", default=1, least=1),
-        deterministic=section.take("deterministic", bool, default=False),
+        schedule=_schedule(section),
         forward=_optional(section, "forward"),
         loss=_loss(section),
-        anchor=section.number("anchor", default=0.0, least=0.0),
         noise=_noise(section),
         gradient=_gradient(section),
-        checkpoint_every=section.whole("checkpoint_every", default=known.checkpoint_every, least=1),
-        workers=section.whole("workers", default=known.workers),
     )
     section.done()
     if spec.noise and spec.forward is None:
         section.fail("forward", "is missing, and block(source) would see no noisy target",
                      'give one that hands context["noisy"] on, as "zgtrain.causal_lm:forward" does')  # fmt: skip
+    rate = spec.optimizer.options["lr"]
+    if type(rate) in {int, float}:  # a function's own options are its own
+        refuse_overshoot(section, "anchor", rate)
     return spec
 
 
+def _settings(section: Section) -> dict[str, Any]:
+    """The keys of ``[train]`` that are a number or a word, by their names in `TrainSpec`."""
+    known = TrainSpec(steps=1)
+    return {
+        "steps": section.whole("steps", default=known.steps, least=1),
+        "batch_size": section.whole("batch_size", default=known.batch_size, least=1),
+        "seed": section.whole("seed", default=known.seed, most=_MOST_SEED),
+        "order": section.one_of("order", ORDERS, default=known.order),
+        "max_grad_norm": section.number("max_grad_norm", default=1.0, within=_SCALE, off=True) or None,
+        "precision": section.one_of("precision", PRECISIONS, default=known.precision),
+        "accumulate": section.whole("accumulate", default=known.accumulate, least=1),
+        "deterministic": section.take("deterministic", bool, default=known.deterministic),
+        "anchor": section.number("anchor", default=known.anchor, within=_POSITIVE),
+        "checkpoint_every": section.whole("checkpoint_every", default=known.checkpoint_every, least=1),
+        "workers": section.whole("workers", default=known.workers, most=_MOST_AT_ONCE),
+    }
+
+
+def _named(section: Section, key: str) -> Section:
+    """A table, or its name alone."""
+    if isinstance(section.value.get(key), str):
+        section.value[key] = {"name": section.value[key]}
+    return section.section(key, optional=True)
+
+
 def _optimizer(train: Section) -> OptimizerSpec:
-    section = train.section("optimizer", optional=True)
+    section = _named(train, "optimizer")
     options = {"lr": 1e-4, **train.plain("optimizer", section.value)}
     name = options.pop("name", "adamw")
     if isinstance(name, str) and ":" in name:
         return OptimizerSpec(name, options, section.target("name"))
     section.one_of("name", OPTIMIZERS, default="adamw")
-    own = ("betas", "eps") if name == "adamw" else ("momentum", "nesterov", "dampening")
-    for key in ("lr", "weight_decay"):
-        section.number(key, default=0.0, least=0.0)
-    for key in own:
-        section.has(key)
+    rate = section.number("lr", default=1e-4, within=_RATE, off=True)
+    refuse_overshoot(section, "weight_decay", rate)
+    if name == "adamw":
+        _see_adamw(section)
+    else:
+        _see_sgd(section)
     section.done()
     return OptimizerSpec(str(name), options)
 
 
-def _schedule(section: Section) -> ScheduleSpec:
+def _see_adamw(section: Section) -> None:
+    betas = section.take("betas", list, default=[0.9, 0.999])
+    if len(betas) != 2 or not all(type(beta) in {int, float} and _DECAY[0] <= beta <= _DECAY[1] for beta in betas):
+        section.fail("betas", f"is {betas!r:.80}", f"give two numbers, each at least 0 and at most {_DECAY[1]}")
+    section.number("eps", default=1e-8, within=(1e-30, 1.0))
+
+
+def _see_sgd(section: Section) -> None:
+    momentum = section.number("momentum", default=0.0, within=_DECAY)
+    dampening = section.number("dampening", default=0.0, within=_FRACTION)
+    if section.take("nesterov", bool, default=False) and (dampening or not momentum):
+        section.fail("nesterov", "is true", "give momentum too, and leave dampening out")
+
+
+def _schedule(train: Section) -> ScheduleSpec:
+    section = _named(train, "schedule")
     spec = ScheduleSpec(
         section.one_of("name", SCHEDULES, default="constant"),
         section.whole("warmup", default=0),
-        section.number("final", default=0.0, least=0.0),
+        section.number("final", default=0.0, within=_FRACTION),
     )
     section.done()
     return spec
 
 
 def _loss(train: Section) -> LossSpec:
-    """A table, or the name alone."""
-    if isinstance(train.value.get("loss"), str):
-        train.value["loss"] = {"name": train.value["loss"]}
-    section = train.section("loss", optional=True)
+    section = _named(train, "loss")
     function = None
     name = section.take("name", str, default="relative-mse")
     if ":" in name:
@@ -505,9 +589,9 @@ def _loss(train: Section) -> LossSpec:
         section.one_of("name", LOSSES, default="relative-mse")
     spec = LossSpec(
         name,
-        section.number("boundary_weight", default=1.0, least=0.0),
-        section.number("token_ce", default=0.0, least=0.0),
-        section.number("token_kl", default=0.0, least=0.0),
+        section.number("boundary_weight", default=1.0, within=_SCALE, off=True),
+        section.number("token_ce", default=0.0, within=_SCALE, off=True),
+        section.number("token_kl", default=0.0, within=_SCALE, off=True),
         function,
     )
     section.done()
@@ -517,44 +601,52 @@ def _loss(train: Section) -> LossSpec:
 def _noise(train: Section) -> Arguments:
     """A table, or the greatest σ alone; 0 is none."""
     if type(train.value.get("noise", 0.0)) in {int, float}:
-        high = train.number("noise", default=0.0, least=0.0)
+        least, most = _SIGMA
+        high = train.number("noise", default=0.0, within=(least / LEAST_OF_MOST, most), off=True)
         return {"name": LOG_UNIFORM, "low": high * LEAST_OF_MOST, "high": high} if high else {}
-    section = train.section("noise")
+    section = _named(train, "noise")
     name = section.one_of("name", (LOG_UNIFORM, DIFFUSION), default=LOG_UNIFORM)
     if name == LOG_UNIFORM:
-        high = section.number("high", default=0.10)
-        numbers = {"low": section.number("low", default=high * LEAST_OF_MOST), "high": high}
-        ends = "low", "high"
+        high = section.number("high", default=0.10, within=_SIGMA)
+        numbers = {"low": section.number("low", default=high * LEAST_OF_MOST, within=_SIGMA), "high": high}
+        _see_ends(section, numbers, "low", "high")
     else:
-        defaults = {"sigma_min": 0.002, "sigma_max": 80.0, "p_mean": -1.2, "p_std": 1.2, "sigma_data": 0.5}
-        numbers = {key: section.number(key, default=number) for key, number in defaults.items()}
-        numbers["overlap"] = section.number("overlap", default=0.0, least=0.0)
-        ends = "sigma_min", "sigma_max"
-        for key in ("p_std", "sigma_data"):
-            if numbers[key] <= 0:
-                section.fail(key, f"is {numbers[key]:g}", "give a number above 0")
+        sizes = {"sigma_min": 0.002, "sigma_max": 80.0, "sigma_data": 0.5}
+        numbers = {key: section.number(key, default=number, within=_SIGMA) for key, number in sizes.items()}
+        numbers["p_mean"] = section.number("p_mean", default=-1.2, within=(-30.0, 30.0))
+        numbers["p_std"] = section.number("p_std", default=1.2, within=(0.01, 100.0))
+        numbers["overlap"] = section.number("overlap", default=0.0, within=(0.0, 10.0))
+        _see_ends(section, numbers, "sigma_min", "sigma_max")
+        law = NormalDist(numbers["p_mean"], numbers["p_std"])
+        below, within = (law.cdf(math.log(numbers[key])) for key in ("sigma_min", "sigma_max"))
+        if within - below < _LEAST_SHARE:
+            section.fail("p_mean", f"is {numbers['p_mean']:g}, with p_std = {numbers['p_std']:g}: hardly one σ of a "
+                         "thousand lies between sigma_min and sigma_max",
+                         "it is the mean of ln σ: let it lie between their logarithms")  # fmt: skip
     section.done()
-    if not 0 < numbers[ends[0]] < numbers[ends[1]]:
-        section.fail(ends[0], f"is {numbers[ends[0]]:g}, and {ends[1]} is {numbers[ends[1]]:g}",
-                     f"let both be above 0, and {ends[0]} the lesser")  # fmt: skip
     return {"name": name, **numbers}
 
 
+def _see_ends(section: Section, numbers: Mapping[str, float], low: str, high: str) -> None:
+    if not numbers[low] < numbers[high]:
+        section.fail(low, f"is {numbers[low]:g}, and {high} is {numbers[high]:g}", f"let {low} be the lesser")
+
+
 def _gradient(train: Section) -> GradientSpec:
-    section, known = train.section("gradient", optional=True), GradientSpec()
+    section, known = _named(train, "gradient"), GradientSpec()
+    # Units of fp64 are the finest; which of them the block's own dtype can tell apart is seen where that is known.
+    epsilon = section.number("epsilon", default=EPSILON, within=(1e-12, 1.0)) if section.has("epsilon") else None
     spec = GradientSpec(
         section.one_of("name", GRADIENTS, default=known.name),
         section.whole("probes", default=known.probes, least=1),
         section.one_of("probe", PROBES, default=known.probe),
         section.one_of("differences", DIFFERENCES, default=known.differences),
-        section.number("epsilon", default=known.epsilon, least=0.0),
+        epsilon,
         section.whole("probe_chunk", default=known.probe_chunk, least=1),
         section.whole("score_chunk", default=known.score_chunk, least=1),
-        section.whole("seed", default=known.seed),
+        section.whole("seed", default=known.seed, most=_MOST_SEED),
     )
     section.done()
-    if not spec.epsilon:
-        section.fail("epsilon", "is 0", "a probe has to go somewhere: 1e-3")
     return spec
 
 
@@ -581,7 +673,8 @@ def _launch(section: Section) -> LaunchSpec:
             table.fail(key, "is no block", "blocks count from 0: [launch.blocks.0]")
         one = table.section(key)
         blocks[int(key)] = BlockLaunch(
-            one.whole("processes", default=1, least=1), one.whole("data_parallel", default=1, least=1)
+            one.whole("processes", default=1, least=1, most=_MOST_AT_ONCE),
+            one.whole("data_parallel", default=1, least=1, most=_MOST_AT_ONCE),
         )
         if blocks[int(key)].processes % blocks[int(key)].data_parallel:
             one.fail("data_parallel", "does not divide processes", "give a divisor of processes")

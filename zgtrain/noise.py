@@ -46,6 +46,12 @@ class Noise:
     normal: tuple[float, float] | None = None
     sigma_data: float | None = None
 
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high < math.inf or not (self.sigma_data is None or 0 < self.sigma_data < math.inf):
+            raise zgstore.Invalid(
+                f"{self} is no noise", hint="let low, high and sigma_data be finite and above 0, and low not above high"
+            )
+
     def sigma(self, share: float) -> float:
         """The σ below which that share of the draws lies: the inverse of their distribution."""
         if self.normal is None:
@@ -225,6 +231,36 @@ def denoising(call: Call, noise: Noise) -> Call:
         state = call(block, source, {**context, NOISY: into * noisy, LEVEL: by.level})
         answered: Tensor = skip * noisy + out / noise.sigma_data * state
         return answered
+
+    return answer
+
+
+class _Targetless(dict[str, Any]):
+    """A context without a target, which says so to whoever asks for one."""
+
+    def __missing__(self, key: str) -> Any:
+        if key not in {NOISY, SIGMA, LEVEL}:
+            raise KeyError(key)
+        raise zgstore.Invalid(
+            f"the forward asks for context[{key!r}], and where a student runs there is no target to be shown",
+            hint=f"let it do without where {NOISY!r} is not in the context, as zgtrain.causal_lm:forward does; blocks "
+            "that are trained stay as they are",
+        )
+
+
+def without_target(call: Call | None) -> Call:
+    """How a student's block is called where it runs: by its forward, in a context that has no noise.
+
+    No target is known there, and nothing stands in for it that would be fair to claim: at σ = 0 it is the answer
+    itself. So a block that was shown one has to do without, and one that cannot ends by name.
+
+    Args:
+        call: ``(block, source, context) -> state``; None: ``block(source)``.
+    """
+
+    def answer(block: nn.Module, source: Tensor, context: Mapping[str, Any]) -> Tensor:
+        state: Tensor = block(source) if call is None else call(block, source, _Targetless(context))
+        return state
 
     return answer
 

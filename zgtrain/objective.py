@@ -184,16 +184,11 @@ def make_objective(
         zgstore.Invalid: for an unknown name, no weight at all, or token terms without an interface.
     """
     custom: Callable[..., Tensor] | None = None
-    loss = loss_of(loss) if isinstance(loss, Mapping) else loss
-    if loss is None or isinstance(loss, LossSpec):
-        spec = loss or LossSpec()
+    if loss is None or isinstance(loss, LossSpec | Mapping | str):
+        spec = loss_of(loss or LossSpec())
         custom = None if spec.function is None else spec.function.resolve()
-    elif isinstance(loss, str):
-        spec = LossSpec(name=loss)
     else:
         spec, custom = LossSpec(name="custom"), loss
-    if custom is None and spec.name not in BOUNDARY_LOSSES:
-        raise zgstore.Invalid(f"there is no loss {spec.name!r}", hint=f"one of {', '.join(BOUNDARY_LOSSES)}")
     weights = {BOUNDARY: spec.boundary_weight, TOKEN_CE: spec.token_ce, TOKEN_KL: spec.token_kl}
     weights = {name: weight for name, weight in weights.items() if weight}
     if not weights:

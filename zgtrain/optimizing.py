@@ -29,10 +29,11 @@ def make_optimizer(spec: OptimizerSpec, parameters: Sequence[nn.Parameter]) -> t
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in spec.options.items()}
     try:
         optimizer = make(parameters, **options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
         raise zgstore.Invalid(
-            f"the optimizer {spec.name!r} refuses its options: {error}", hint="correct them"
-        ) from error
+            f"the optimizer {spec.name!r} refuses its options: {error}", hint="correct them under train.optimizer",
+            key="train.optimizer",
+        ) from error  # fmt: skip
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise zgstore.Invalid(
             f"{spec.name!r} returned a {type(optimizer).__name__}, not an optimizer",

@@ -22,9 +22,9 @@ from zgtrain.checkpoint import rng_kept
 from zgtrain.devices import arithmetic, device_of
 from zgtrain.gradient.method import make_method
 from zgtrain.independence import leaving_gradient_bytes, report_of
-from zgtrain.job import GradientSpec, LossSpec, OptimizerSpec, ScheduleSpec, refuse_unknown, schedule_of
+from zgtrain.job import GradientSpec, LossSpec, OptimizerSpec, ScheduleSpec, noise_of, refuse_settings, schedule_of
 from zgtrain.ledger import Log
-from zgtrain.noise import LOOKED_AT, Noise, denoising, noised, refuse_names
+from zgtrain.noise import LOOKED_AT, Noise, denoising, make_noise, noised, refuse_names
 from zgtrain.objective import BOUNDARY, Objective, anchor_, make_objective, residual_error
 from zgtrain.optimizing import make_optimizer, rate, set_rate
 from zgtrain.ranks import Ranks
@@ -56,11 +56,11 @@ def train_block(
     accumulate: int = 1,
     deterministic: bool = False,
     anchor: float = 0.0,
-    noise: Noise | None = None,
+    noise: Noise | Mapping[str, Any] | float | None = None,
     gradient: GradientSpec | Mapping[str, Any] | str = "backprop",
     validate_every: int = 0,
     validate_rows: int = 0,
-    checkpoint: Path | None = None,
+    checkpoint: Path | str | None = None,
     checkpoint_every: int = 256,
     workers: int = 1,
     log: Log = lambda _line: None,
@@ -87,12 +87,13 @@ def train_block(
         batch_size: Rows of a micro-batch.
         order: ``shuffled``, ``sequential``, ``sequential-first``.
         schedule: Of the learning rate: a name, a ``ScheduleSpec``, or the job file's table.
-        max_grad_norm: None: no clipping.
+        max_grad_norm: None, or 0: no clipping.
         precision: ``fp32``, or ``bf16`` for autocast.
         accumulate: Micro-batches of a step.
         deterministic: Deterministic kernels, so that resuming is bitwise on GPUs too.
         anchor: Decoupled pull towards the initial parameters.
-        noise: Experimental: on the target, which ``forward`` is shown; see `zgtrain.noise`.
+        noise: Experimental: on the target, which ``forward`` is shown; a ``Noise``, the greatest σ, or the job file's
+            table. Of ``diffusion`` a ``Noise`` alone, since a table does not say how many blocks share the depth.
         gradient: How it is had; ``backprop``, ``zeroth-order``, a ``GradientSpec``, or the job file's table.
         validate_every: Steps between looks at the rows held out; 0: never.
         validate_rows: The first rows are kept out of the training.
@@ -118,16 +119,21 @@ def train_block(
         zgstore.Refused: for a padded mask without ``forward``, or a checkpoint of something else.
         zgstore.NonFinite: if the loss, the gradient or a parameter is not finite; the last checkpoint stays.
     """
-    data = reader if isinstance(reader, Source) else cached(reader, source, target)
-    place = device_of(device)
-    refuse_unknown(order=order, precision=precision)
-    schedule = schedule_of(schedule)
+    data, place = reader if isinstance(reader, Source) else cached(reader, source, target), device_of(device)
+    schedule, noise = schedule_of(schedule), _noise_of_one(noise)
+    checkpoint = None if checkpoint is None else Path(checkpoint)
     forward = forward or _without_mask
     block.to(place).train()
     objective = make_objective(loss, None if interface is None else interface.to(place), boundary=data.target,
                                weighted=noise is not None and noise.sigma_data is not None)  # fmt: skip
     parameters = _trained(block)
     optimizer = _over(optimizer or make_optimizer(OptimizerSpec(), parameters), parameters)
+    refuse_settings(
+        steps=steps, seed=seed, batch_size=batch_size, order=order, max_grad_norm=max_grad_norm, precision=precision,
+        accumulate=accumulate, deterministic=deterministic, anchor=anchor, validate_every=validate_every,
+        validate_rows=validate_rows, checkpoint_every=checkpoint_every, workers=workers, log_every=log_every,
+        block_id=block_id, replicas=replicas, rate=max(float(group["lr"]) for group in optimizer.param_groups),
+    )  # fmt: skip
     ranks = Ranks.here(replicas=replicas)
     method = make_method(
         gradient, block, forward=_answer(forward, noise), number=block_id or 0, replica=ranks.rank % ranks.replicas
@@ -160,7 +166,7 @@ def train_block(
                 with torch.autocast(place.type, torch.bfloat16, enabled=precision == "bf16"):
                     prediction = _like(method.forward(batch.source, batch.context, (ledger.step, number)), batch.target)
                     sums = objective.sums(prediction, batch.target, batch.context)
-                part = objective.total(sums, counts)
+                part = _reached(objective.total(sums, counts))
                 ledger.add(part, *_beside(sums, counts, prediction, batch))
                 if ledger.step % log_every == 0:
                     ledger.leaving_bytes = max(ledger.leaving_bytes, leaving_gradient_bytes(part, block))
@@ -238,6 +244,19 @@ def _without_mask(block: nn.Module, source: Tensor, _context: Mapping[str, Any])
     return prediction
 
 
+def _noise_of_one(said: Noise | Mapping[str, Any] | float | None) -> Noise | None:
+    if said is None or isinstance(said, Noise):
+        return said
+    numbers = noise_of(said)
+    if "sigma_data" in numbers:
+        raise zgstore.Invalid(
+            "a table of diffusion does not say how many blocks share the depth",
+            hint="give one block's part: noise=zgtrain.Diffusion(blocks=4).noise(0)",
+            key="noise",
+        )
+    return make_noise(numbers, block=0, blocks=1) if numbers else None
+
+
 def _answer(forward: Forward, noise: Noise | None) -> Forward:
     """What is held against the target: the forward's own word, or with noise its part in it."""
     if noise is None:
@@ -273,12 +292,26 @@ def _refuse_padding(forward: Forward, batch: Batch) -> None:
 
 
 def _like(prediction: Any, target: Tensor) -> Tensor:
-    if isinstance(prediction, Tensor) and prediction.shape == target.shape:
-        return prediction
-    said = list(prediction.shape) if isinstance(prediction, Tensor) else f"a {type(prediction).__name__}"
+    if isinstance(prediction, Tensor):
+        if prediction.shape == target.shape and prediction.is_floating_point():
+            return prediction
+        said = f"{list(prediction.shape)} of {prediction.dtype}"
+    else:
+        said = f"a {type(prediction).__name__}"
     raise zgstore.Invalid(
-        f"the block gave {said}, and its target is {list(target.shape)}",
+        f"the block gave {said}, and its target is {list(target.shape)} of {target.dtype}",
         hint="return one tensor like the target: the state after the block's last layer",
+    )
+
+
+def _reached(loss: Tensor) -> Tensor:
+    """The loss, seen to have a gradient at all."""
+    if loss.requires_grad:
+        return loss
+    raise zgstore.Invalid(
+        "the loss does not depend on any parameter that is trained, as far as autograd can see",
+        hint="look for detach(), no_grad() or another dtype between the parameters and what the block, or a loss of "
+        'your own, returns; what cannot be differentiated is trained by gradient = "zeroth-order"',
     )
 
 
@@ -296,7 +329,7 @@ def _beside(
 
 def _clipped(parameters: list[nn.Parameter], most: float | None) -> Tensor:
     """The gradient's norm before clipping; without any it is had too, as it shows what is not finite."""
-    if most is not None:
+    if most:
         return nn.utils.clip_grad_norm_(parameters, most)
     norms = [torch.linalg.vector_norm(each.grad) for each in parameters if each.grad is not None]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms or [parameters[0].new_zeros(())]))

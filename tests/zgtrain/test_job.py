@@ -62,16 +62,16 @@ def test_paths_are_the_files_own_and_defaults_are_filled_in(read, tmp_path):
         ('[train]\nsteps = "many"', "train.steps", "whole number"),
         ("[train]\noptimizer = { lr = -1.0 }", "train.optimizer.lr", "finite"),
         ('[train]\nforward = "nothing"', "train.forward", "module:function"),
-        ("[train]\nnoise = -0.1", "train.noise", "at least 0"),
+        ("[train]\nnoise = -0.1", "train.noise", "or 0 for none"),
         ("[train]\nnoise = 0.1", "train.forward", "noisy"),
         ('[train]\nnoise = { name = "difusion" }', "train.noise.name", "diffusion"),
         ("[train]\nnoise = { low = 0.2, high = 0.1 }", "train.noise.low", "lesser"),
         ("[train]\nnoise = { sigma_min = 0.1 }", "train.noise.sigma_min", "not a key"),
-        ('[train]\nnoise = { name = "diffusion", sigma_data = 0.0 }', "train.noise.sigma_data", "above 0"),
+        ('[train]\nnoise = { name = "diffusion", sigma_data = 0.0 }', "train.noise.sigma_data", "at least 1e-06"),
         ('[train]\ngradient = { name = "zeroth" }', "train.gradient.name", "zeroth-order"),
         ('[train]\ngradient = { probe = "rademaker" }', "train.gradient.probe", "rademacher"),
         ("[train]\ngradient = { probes = 0 }", "train.gradient.probes", "at least 1"),
-        ("[train]\ngradient = { epsilon = 0.0 }", "train.gradient.epsilon", "somewhere"),
+        ("[train]\ngradient = { epsilon = 0.0 }", "train.gradient.epsilon", "at least 1e-12"),
         ("[validate]\nevery = 4", "validate.rows", "both"),
         ("[launch.blocks.x]\nprocesses = 2", "launch.blocks.x", "count from 0"),
         ("[launch.blocks.1]\nprocesses = 3\ndata_parallel = 2", "launch.blocks.1.data_parallel", "divisor"),
@@ -88,6 +88,78 @@ def test_what_a_job_may_not_say_is_named_with_what_it_may(read, line, named, hin
         read(text)
     assert caught.value.fields["key"] == named
     assert hint in caught.value.message + caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("said", "named", "hint"),
+    [
+        ("train.noise=5e-324", "train.noise", "at least 2e-05 and at most 1e+06; or 0"),
+        ("train.noise=1e308", "train.noise", "at most 1e+06"),
+        ("train.noise=nan", "train.noise", "finite"),
+        ("train.noise={high=1e-6}", "train.noise.low", "at least 1e-06"),
+        ('train.noise={name="diffusion",overlap=1000}', "train.noise.overlap", "at most 10"),
+        ('train.noise={name="diffusion",sigma_data=1e-200}', "train.noise.sigma_data", "at least 1e-06"),
+        ('train.noise={name="diffusion",sigma_max=1e200}', "train.noise.sigma_max", "at most 1e+06"),
+        ('train.noise={name="diffusion",sigma_min=1e-320}', "train.noise.sigma_min", "at least 1e-06"),
+        ('train.noise={name="diffusion",p_mean=1e308}', "train.noise.p_mean", "at most 30"),
+        ('train.noise={name="diffusion",p_mean=12.0}', "train.noise.p_mean", "between their logarithms"),
+        ('train.noise={name="diffusion",p_std=1e-300}', "train.noise.p_std", "at least 0.01"),
+        ("train.anchor=1e308", "train.anchor", "at most 1 / lr = 50000"),
+        ("train.anchor=inf", "train.anchor", "finite"),
+        ("train.lr=1e300", "train.optimizer.lr", "at most 1000; or 0"),
+        ("train.lr=1e-300", "train.optimizer.lr", "at least 1e-12"),
+        ("train.lr=nan", "train.optimizer.lr", "finite"),
+        ("train.optimizer.betas=[0.9]", "train.optimizer.betas", "two numbers"),
+        ("train.optimizer.betas=[nan, 0.9]", "train.optimizer.betas", "at most 0.999999"),
+        ("train.optimizer.betas=x", "train.optimizer.betas", "an array"),
+        ("train.optimizer.eps=0.0", "train.optimizer.eps", "at least 1e-30"),
+        ("train.optimizer.eps=1e9", "train.optimizer.eps", "at most 1"),
+        ("train.optimizer.eps=a", "train.optimizer.eps", "a number"),
+        ("train.optimizer.weight_decay=1e300", "train.optimizer.weight_decay", "at most 1 / lr"),
+        ('train.optimizer={name="sgd",momentum=1.0}', "train.optimizer.momentum", "at most 0.999999"),
+        ('train.optimizer={name="sgd",dampening=-1.0}', "train.optimizer.dampening", "at least 0"),
+        ('train.optimizer={name="sgd",nesterov=true}', "train.optimizer.nesterov", "momentum"),
+        ('train.optimizer={name="sgd",nesterov=1}', "train.optimizer.nesterov", "true or false"),
+        ('train.schedule={name="cosine",final=5.0}', "train.schedule.final", "at most 1"),
+        ("train.schedule={warmup=1000000000000}", "train.schedule.warmup", "at most 1000000000"),
+        ("train.max_grad_norm=1e-300", "train.max_grad_norm", "at least 1e-09"),
+        ("train.max_grad_norm=inf", "train.max_grad_norm", "or 0 for none"),
+        ('train.loss={boundary_weight=1e308}', "train.loss.boundary_weight", "at most 1e+09"),
+        ('train.loss={token_kl=1e-300}', "train.loss.token_kl", "at least 1e-09"),
+        ("train.gradient={epsilon=1e-300}", "train.gradient.epsilon", "at least 1e-12"),
+        ("train.gradient={epsilon=1e300}", "train.gradient.epsilon", "at most 1"),
+        ("train.steps=1000000000000", "train.steps", "at most 1000000000"),
+        ("train.workers=100000", "train.workers", "at most 1024"),
+        ("train.seed=-1", "train.seed", "at least 0"),
+        ("launch.blocks.0.processes=1000000", "launch.blocks.0.processes", "at most 1024"),
+        ("validate.rows=9223372036854775807", "validate.rows", "at most 1000000000"),
+    ],
+)  # fmt: skip
+def test_a_number_out_of_its_bounds_is_named_with_them(read, said, named, hint):
+    with pytest.raises(zgstore.Invalid) as caught:
+        read(JOB, 'train.forward="my.zero:forward"', said)
+    assert caught.value.fields["key"] == named
+    assert hint in caught.value.hint
+
+
+def test_what_people_set_is_within_the_bounds(read):
+    for said in (
+        "train.lr=0", "train.lr=10.0", "train.optimizer.eps=1e-15", "train.optimizer.betas=[0, 0.9999]",
+        "train.optimizer.weight_decay=10", "train.anchor=50000", "train.max_grad_norm=0", "train.max_grad_norm=1e6",
+        'train.optimizer={name="sgd",lr=0.1,momentum=0.99,nesterov=true}', "train.loss={boundary_weight=0}",
+        'train.noise={name="diffusion",sigma_min=0.2,sigma_max=10,p_mean=-0.5,sigma_data=90}', "train.noise=20",
+        "train.gradient={epsilon=1e-5}", "train.gradient={epsilon=1}", "train.seed=9223372036854775807",
+        'train.schedule={name="cosine",final=1}', "launch.retries=0", "train.workers=0",
+    ):  # fmt: skip
+        read(JOB, 'train.forward="my.zero:forward"', said)
+
+
+def test_a_name_alone_stands_for_its_table(read):
+    for key, name in (("loss", "mse"), ("schedule", "cosine"), ("gradient", "zeroth-order"), ("optimizer", "sgd"),
+                      ("noise", "diffusion")):  # fmt: skip
+        alone, table = (read(JOB, 'train.forward="my.zero:forward"', f"train.{key}={said}")
+                        for said in (name, f'{{ name = "{name}" }}'))  # fmt: skip
+        assert alone.identity() == table.identity()
 
 
 def test_what_must_be_said_is_asked_for(read, tmp_path):
@@ -171,6 +243,7 @@ def test_the_probes_belong_to_it_where_the_gradient_is_asked_for_by_them(read):
     settings = ("probes=4", "probe=sphere", "differences=forward", "epsilon=0.1", "seed=1", "name=backprop")
     assert len({whole, *(read(asked, f"train.gradient.{each}").identity() for each in settings)}) == 7
     assert read(asked, "train.gradient.name=backprop").identity() == read().identity()
+    assert read(asked, "train.gradient.epsilon=1e-3").identity() == whole  # what fp32 takes where it is not said
 
 
 def test_the_steps_belong_to_it_where_the_rate_depends_on_them(read):

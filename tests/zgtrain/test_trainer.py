@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 
+import numpy as np
 import pytest
 import torch
 from students import noise_of, written
 from torch import nn
 
 import zgstore
+import zgtrain
+from zgtrain import GradientSpec, LossSpec, Noise, ScheduleSpec
 from zgtrain.checkpoint import load, state_digest
-from zgtrain.job import GradientSpec, LossSpec, ScheduleSpec
+from zgtrain.job import LEAST_OF_MOST
 from zgtrain.trainer import train_block
 
 torch.set_num_threads(1)
@@ -327,6 +331,20 @@ def test_a_rate_that_drives_parameters_out_of_the_numbers_is_not_done(store, tmp
         ({"loss": {"name": "relative"}}, "loss.name", "relative-mse"),
         ({"precision": "fp16"}, "precision", "bf16"),
         ({"order": "shufled"}, "order", "shuffled"),
+        ({"batch_size": 0}, "batch_size", "at least 1"),
+        ({"workers": -1}, "workers", "at least 0"),
+        ({"checkpoint_every": 1.5}, "checkpoint_every", "whole number"),
+        ({"log_every": 0}, "log_every", "at least 1"),
+        ({"block_id": -1}, "block_id", "at least 0"),
+        ({"validate_every": 1}, "validate_rows", "how many rows"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm", "or 0 for none"),
+        ({"anchor": math.inf}, "anchor", "finite"),
+        ({"anchor": 1000.0}, "anchor", "at most 1 / lr = 100"),
+        ({"loss": LossSpec("mse", boundary_weight=1e308)}, "loss.boundary_weight", "at most 1e+09"),
+        ({"gradient": GradientSpec("zeroth-order", epsilon=1e300)}, "gradient.epsilon", "at most 1"),
+        ({"noise": 1e308}, "noise", "at most 1e+06"),
+        ({"noise": {"hgh": 0.1}}, "noise.hgh", "high"),
+        ({"noise": "diffusion"}, "noise", "Diffusion(blocks=4).noise(0)"),
     ],
 )
 def test_a_call_may_say_what_a_job_file_may_and_no_more(store, said, key, hint):
@@ -342,6 +360,55 @@ def test_a_call_may_say_it_as_a_job_file_does(store):
     as_tables = train(store, schedule={"name": "cosine", "warmup": 2}, loss={"name": "mse"},
                       gradient={"name": "zeroth-order", "probes": 2})  # fmt: skip
     assert as_tables.state_digest == as_specs.state_digest
+
+
+def test_a_call_may_say_its_noise_as_a_job_file_does_and_its_checkpoint_as_text(store, tmp_path):
+    said = [Noise(0.2 * LEAST_OF_MOST, 0.2), 0.2, {"high": 0.2}, {"name": "log-uniform", "high": np.float64(0.2)}]
+    path = tmp_path / "c.pt"
+    made = [train(store, forward=masked, noise=each, checkpoint=str(path)) for each in said]
+    assert path.exists()
+    assert [each.resumed_from for each in made] == [None, 7, 7, 7]  # it is the same training all the time
+    train(store, steps=1, forward=masked, noise=zgtrain.Diffusion(blocks=4).noise(0))
+
+
+class Cut(Block):
+    """Its answer does not come from its parameters, as far as autograd sees; or is no state."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x):
+        with torch.set_grad_enabled(self.how != "no_grad"):
+            y = super().forward(x)
+        answers = {"detached": y.detach(), "whole numbers": y.long(), "complex": y + 0j, "its source": x}
+        return answers.get(self.how, y)
+
+
+@pytest.mark.parametrize(
+    ("how", "gradient", "said"),
+    [
+        ("detached", "backprop", "does not depend on any parameter"),
+        ("no_grad", "backprop", "does not depend on any parameter"),
+        ("its source", "backprop", "does not depend on any parameter"),
+        ("its source", "zeroth-order", "none of 16 probes of its parameters changed"),
+        ("whole numbers", "backprop", "of torch.int64"),
+        ("whole numbers", "zeroth-order", "of torch.int64"),
+        ("complex", "backprop", "of torch.complex64"),
+        ("complex", "zeroth-order", "of torch.complex64"),
+    ],
+)
+def test_an_answer_that_nothing_can_be_learned_from_is_refused(store, how, gradient, said):
+    with pytest.raises(zgstore.Invalid, match=said) as caught:
+        train(store, Cut(how), steps=1, gradient=gradient)
+    assert caught.value.hint
+
+
+def test_an_answer_cut_from_autograd_is_learned_from_by_queries(store):
+    torch.manual_seed(3)
+    asked = GradientSpec("zeroth-order", probes=2)
+    cut, whole = (train(store, block, steps=2, gradient=asked) for block in (Cut("detached"), block_of()))
+    assert cut.state_digest == whole.state_digest != whole.initial_digest
 
 
 def test_an_optimizer_of_another_blocks_parameters_is_refused(store):

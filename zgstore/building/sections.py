@@ -11,7 +11,6 @@ import difflib
 import importlib
 import importlib.machinery
 import inspect
-import math
 import re
 import sys
 import threading
@@ -31,6 +30,8 @@ _KINDS: Final = {
 _SHAPES: Final[dict[type, str]] = {dict: ", as { key = value }", list: ', as ["one", "two"]'}
 MAX_COMPARED: Final = 200  # characters, with each known name: the comparison takes the square of them
 MAX_TEXT: Final = 4095  # as long as a path can be
+FINITE: Final = (-sys.float_info.max, sys.float_info.max)
+MAX_COUNT: Final = 10**9  # of steps, rows, shards: a second each would be thirty years
 _TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -132,20 +133,30 @@ class Section:
             self.fail(key, f"is {value!r:.80}, not {what}", f"write {what}{_SHAPES.get(kind, '')}")
         return value
 
-    def number(self, key: str, *, default: float, least: float | None = None) -> float:
-        """A number, whole or not."""
-        whole = self.has(key) and type(self.value[key]) is int
-        value = float(self.value[key]) if whole else float(self.take(key, float, default=default))
-        if not math.isfinite(value) or (least is not None and value < least):
-            bound = "" if least is None else f", at least {least:g}"
-            self.fail(key, f"is {self.value[key]!r:.80}", f"give a finite number{bound}")
-        return value
+    def number(self, key: str, *, default: float, within: tuple[float, float] = FINITE, off: bool = False) -> float:
+        """A finite number, whole or not.
 
-    def whole(self, key: str, *, default: int, least: int = 0) -> int:
+        Args:
+            key: Its key.
+            default: Where the key is not there.
+            within: The least and the greatest that it may be.
+            off: Whether 0 is allowed beside them, where it says that something is left out.
+        """
+        least, most = within
+        kind = int if self.has(key) and type(self.value[key]) is int else float
+        value = self.take(key, kind, default=default)
+        if not (least <= value <= most or (off and value == 0)):
+            bounds = [f"at least {least:g}" * (least > FINITE[0]), f"at most {most:g}" * (most < FINITE[1])]
+            said = " and ".join(filter(None, bounds))
+            finite = f"give a finite number{', ' * bool(said)}{said}"
+            self.fail(key, f"is {value!r:.80}", f"{finite}; or 0 for none" if off else finite)
+        return float(value)
+
+    def whole(self, key: str, *, default: int, least: int = 0, most: int = MAX_COUNT) -> int:
         """A whole number."""
         value = int(self.take(key, int, default=default))
-        if value < least:
-            self.fail(key, f"is {value}", f"at least {least}")
+        if not least <= value <= most:
+            self.fail(key, f"is {value}", f"at least {least}" if value < least else f"at most {most}")
         return value
 
     def one_of(self, key: str, known: Sequence[str], *, default: str) -> str:

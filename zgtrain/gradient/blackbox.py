@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import zgstore
-from zgtrain.gradient.estimate import estimate
+from zgtrain.gradient.estimate import estimate, reach
 from zgtrain.gradient.probes import key_of
 from zgtrain.job import GradientSpec
 
@@ -94,6 +94,19 @@ def refuse_autograd() -> None:
         raise _forward_only()
 
 
+def refuse_complex(what: str, tensor: Tensor) -> None:
+    """See that a probe, which is real, can move it.
+
+    Raises:
+        zgstore.Invalid: if it is complex.
+    """
+    if tensor.is_complex():
+        raise zgstore.Invalid(
+            f"{what} is complex, and probes are real",
+            hint='keep its real and its imaginary part as real tensors, or train with gradient = "backprop"',
+        )
+
+
 def _forward_only() -> zgstore.Invalid:
     return zgstore.Invalid(
         "autograd was called through a black box, which answers forward queries only",
@@ -126,6 +139,8 @@ class Core:
 
     def answer(self, *inputs: Tensor) -> Tensor:
         refuse_autograd()
+        for each in inputs:
+            refuse_complex("an input of a physical core", each)
         with _as_it_is(inputs[0].device):
             return self.function(*map(_at_least_fp32, inputs)).to(inputs[0].dtype)
 
@@ -181,6 +196,14 @@ class Whole:
         self._autocast = (
             device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
         )  # fmt: skip
+        self._computed = self._coarsest()
+        reach(asking.spec, self._computed)  # before anything is asked
+
+    def _coarsest(self) -> torch.dtype:
+        """Of the dtypes that it computes in: what is smaller than its numbers' distance is lost."""
+        dtypes = {each.dtype for each in self._called.parameters() if each.is_floating_point()}
+        _, lower, enabled = self._autocast
+        return max(dtypes | ({lower} if enabled else set()), key=lambda dtype: torch.finfo(dtype).eps)
 
     def predict(self, source: Tensor) -> Tensor:
         """The block's answer as a node of the graph."""
@@ -213,10 +236,16 @@ class Whole:
         by_row = cotangent.reshape(len(source), -1)
         found: list[Tensor | None] = [None] * len(inputs)
         if wanted[0]:
-            rows = estimate(of_source, source.flatten(1), by_row, spec, self._keys[0], chunk=1)
+            rows = estimate(
+                of_source, source.flatten(1), by_row, spec, self._keys[0], chunk=1, computed=self._computed
+            )  # fmt: skip
             found[0] = rows.view_as(source).to(source.dtype)
         if any(wanted[1:]):
-            whole = estimate(of_parameters, vector, by_row.view(1, -1), spec, self._keys[1], chunk=1)
+            whole = estimate(
+                of_parameters, vector, by_row.view(1, -1), spec, self._keys[1], chunk=1, computed=self._computed
+            )  # fmt: skip
+            if not whole.any() and by_row.any():
+                raise _unmoved(spec, self._computed)
             parts = torch.split(whole[0], sizes)
             found[1:] = [part.view_as(each).to(each.dtype) for part, each in zip(parts, parameters, strict=True)]
         return found
@@ -230,6 +259,14 @@ class Whole:
         with self._draws.again(), torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False):
             found: Tensor = functional_call(self._called, moved, (source, self._context), tie_weights=False)
         return found
+
+
+def _unmoved(spec: GradientSpec, computed: torch.dtype) -> zgstore.Invalid:
+    return zgstore.Invalid(
+        f"none of {spec.probes} probes of its parameters changed what the block gave",
+        hint=f"let its answer depend on the parameters that it trains; or, if the probes were lost in the rounding of "
+        f"{computed}, give a train.gradient.epsilon above {reach(spec, computed):g}",
+    )
 
 
 def _names_of(module: nn.Module) -> dict[int, list[str]]:

@@ -15,16 +15,42 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+import zgstore
 from zgtrain.gradient.philox import Key
 from zgtrain.gradient.probes import Rows, draw
-from zgtrain.job import GradientSpec
+from zgtrain.job import EPSILON, GradientSpec
 
 Query = Callable[[Tensor], Tensor]
+
+# Of ε, in the distance between 1 and the next number of what the queries compute in. With the least, rounding costs
+# about as much as the estimate is worth; with the usual, a tenth of it or less (docs/explanation/zeroth-order.md).
+_LEAST, _USUAL = 4, 16
+
+
+def reach(spec: GradientSpec, dtype: torch.dtype) -> float:
+    """ε: how far a probe goes, in units of the root mean square of what it moves.
+
+    Args:
+        spec: Which says it, or leaves it to the dtype.
+        dtype: What the queries compute in.
+
+    Raises:
+        zgstore.Invalid: for one that is lost in that dtype's rounding.
+    """
+    unit = torch.finfo(dtype).eps
+    least, usual = _LEAST * unit, max(EPSILON, _USUAL * unit)
+    if spec.epsilon is not None and spec.epsilon < least:
+        raise zgstore.Invalid(
+            f"train.gradient.epsilon is {spec.epsilon:g}: so small a probe is lost in the rounding of {dtype}",
+            hint=f"give at least {least:.2g}, or leave it out for {usual:g}",
+            key="train.gradient.epsilon",
+        )
+    return usual if spec.epsilon is None else spec.epsilon
 
 
 def estimate(
     query: Query, x: Tensor, cotangent: Tensor, spec: GradientSpec, key: Key, *, chunk: int,
-    active: Tensor | None = None,
+    active: Tensor | None = None, computed: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Jᵀ g from 2n queries, or from n + 1 where differences are forward.
 
@@ -34,10 +60,11 @@ def estimate(
         query: ``[c, R, d]`` → ``[c, R, e]``: c queries.
         x: ``[R, d]``.
         cotangent: g, ``[R, e]``.
-        spec: How many probes, of what kind, and how long; ε is in units of the row's root mean square.
+        spec: How many probes, of what kind, and how long; ε is in units of the row's root mean square; see `reach`.
         key: Of the probes.
         chunk: The most of c.
         active: bool ``[R, d]``: what x depends on; the rest of the estimate is 0.
+        computed: The coarsest dtype that a query computes in; default that of x, fp32 at least.
 
     Returns:
         ``[R, d]``, fp32 at least.
@@ -45,7 +72,7 @@ def estimate(
     dtype = torch.promote_types(x.dtype, torch.float32)
     x, cotangent = x.to(dtype), cotangent.to(dtype)
     rows = Rows(x.shape[0], x.shape[1], x.device, dtype, active)
-    step = spec.epsilon * _size(x, rows)
+    step = reach(spec, computed or dtype) * _size(x, rows)
     central = spec.differences == "central"
     base = None if central else query(x.unsqueeze(0)).to(dtype)
     total = torch.zeros_like(x)

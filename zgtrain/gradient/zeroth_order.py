@@ -41,8 +41,9 @@ class ZerothOrder:
         self._of_all = spec.seed, number, replica
         self._within = _cores_of(block)
         self._asking = Asking(spec, self._of_all)
-        for name, each in block.named_parameters() if self._within is None else ():
-            refuse_complex(f"the parameter {name!r}", each)
+        for name, each in block.named_parameters():
+            if self._within is None and each.requires_grad:
+                refuse_complex(f"the parameter {name!r}", each)
         if self._within is None and any(map(is_sharded, block.parameters())):
             raise zgstore.Invalid(
                 "a sharded block cannot be one black box",
