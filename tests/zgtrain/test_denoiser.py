@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from pruned import make_pruned
 
 import zgstore
 from zgtrain import assemble, causal_lm, evaluate, load_job, plan, relay, run
+from zgtrain.assembler import load_block
 from zgtrain.blocks import make_block, open_source, train
 from zgtrain.checkpoint import block_state, state_digest
 from zgtrain.denoiser import Denoiser
@@ -157,6 +160,52 @@ def test_the_student_of_such_blocks_is_an_ordinary_model_and_is_judged_like_any(
     assert len(judged.gates) == 6
     assert len(judged.boundaries) == 2
     assert [*judged.blocks] == [report.state_digest for report in reports]
+
+
+@torch.no_grad()
+def said_without_a_target(job, report):
+    """Which tokens of the first two rows are real, and what the first block says of them: ``[tokens, D]``."""
+    data = zgstore.read(zgstore.Store.open(job.snapshot.store), job.snapshot.rev, [report.source, "attention_mask"])
+    with data as reader:
+        batch = reader.batch([0, 1])
+    mask = batch["attention_mask"] != 0
+    return mask, load_block(job, 0, report).eval()(batch[report.source], mask)[mask]
+
+
+def test_such_blocks_are_relayed_on_what_they_say_without_a_target(noised):
+    job, reports = noised
+    relayed = relay(job, device="cpu")
+    assert [report.targets for report in relayed] == ["cached", "relay"]
+    assert [report.state_digest == other.state_digest for report, other in zip(relayed, reports, strict=True)] == [
+        True, False,
+    ]  # fmt: skip
+    store = zgstore.Store.open(job.snapshot.store)
+    prefix = f"relay/{zgstore.Digest.parse(relayed[0].job).short}/1"
+    with zgstore.read(store, prefix, [reports[0].target]) as reader:
+        handed = reader.batch([0, 1])[reports[0].target]
+    mask, said = said_without_a_target(job, reports[0])
+    assert torch.allclose(handed[mask], said, atol=1e-6)
+
+
+ASKING = """
+
+def asking(block, source, context):
+    return block(source + 0 * context["noisy"], context["mask"], context["positions"])
+"""
+
+
+def test_a_forward_that_cannot_do_without_a_target_is_named_where_there_is_none(path, monkeypatch):
+    with (path.parent / "noised_rows.py").open("a") as file:
+        file.write(ASKING)
+    monkeypatch.delitem(sys.modules, "noised_rows", raising=False)
+    job = load_job(path, {**NOISED, "output": "asking", "train.steps": 1, "train.forward": "noised_rows:asking"})
+    trained(job)
+    for use in (evaluate, relay):
+        with pytest.raises(zgstore.Invalid, match=r"asks for context\['noisy'\]") as caught:
+            use(job, device="cpu")
+        assert "stay as they are" in caught.value.hint
+    monkeypatch.setattr(sys.modules["noised_rows"], "asking", causal_lm.forward)  # as the hint says
+    assert [report.block for report in relay(job, device="cpu")] == [0, 1]
 
 
 # ---- down the grid ----

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -239,6 +241,54 @@ def test_a_whole_block_is_probed_in_its_parameters_and_leaves_no_trace():
     assert (queries, source) == (2 * d, None)  # nobody asked for the source's, and so it was not probed
     for each, right in zip(found, exact, strict=True):
         assert torch.allclose(each, right, rtol=1e-5, atol=1e-6)
+
+
+COMPUTED = [
+    (torch.float64, False, 1e-4), (torch.float32, False, 1e-3), (torch.float16, False, 0.03),
+    (torch.bfloat16, False, 0.1), (torch.float32, True, 0.1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "autocast", "error"), COMPUTED)
+def test_a_probe_goes_as_far_as_the_dtype_needs_that_the_block_computes_in(dtype, autocast, error):
+    block, x, cotangent = Small().to(dtype).eval(), normal(2, 3, 4, seed=1), normal(2, 3, 4, seed=2)
+    same = copy.deepcopy(block).double()
+    exact = torch.autograd.grad((same(x) * cotangent).sum(), [*same.parameters()])
+    d = sum(each.numel() for each in block.parameters())
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found, _, _, _ = of_whole(block, x.to(dtype), cotangent.to(dtype), probes=2 * d, probe="orthogonal")
+    off, size = (torch.cat([(a - b).flatten() for a, b in zip(exact, other, strict=True)]).norm()
+                 for other in (found, [torch.zeros_like(each) for each in exact]))  # fmt: skip
+    assert off < error * size
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "epsilon", "least"),
+    [
+        (torch.float32, False, 1e-30, "4.8e-07, or leave it out for 0.001"),
+        (torch.float16, False, 1e-3, "0.0039, or leave it out for 0.015625"),
+        (torch.bfloat16, False, 1e-3, "0.031, or leave it out for 0.125"),
+        (torch.float32, True, 1e-3, "0.031, or leave it out for 0.125"),
+    ],
+)
+def test_a_probe_that_rounding_would_lose_is_refused_with_the_least_that_it_would_not(dtype, autocast, epsilon, least):
+    block, x = Small().to(dtype), normal(2, 3, 4, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), pytest.raises(zgstore.Invalid) as caught:
+        of_whole(block, x, x, epsilon=epsilon)
+    assert caught.value.fields["key"] == "train.gradient.epsilon"
+    assert least in caught.value.hint
+
+
+def test_what_is_complex_is_not_probed():
+    block = Small()
+    block.phase = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    with pytest.raises(zgstore.Invalid, match="'phase' is complex") as caught:
+        ZerothOrder(spec(), block, forward=plain)
+    assert "real and its imaginary part" in caught.value.hint
+    block.phase.requires_grad_(requires_grad=False)
+    ZerothOrder(spec(), block, forward=plain)
+    with asking(Asking(spec(), (0,))), pytest.raises(zgstore.Invalid, match="a physical core is complex"):
+        PhysicalCore(torch.tanh)(torch.zeros(2, 4, dtype=torch.complex64))
 
 
 def test_source_and_parameters_are_probed_apart():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from pruned import make_pruned
-from students import built, make_job, noise_of
+from students import CODE, built, make_job, noise_of
 
 import zgstore
 from zgtrain import load_job, plan, run
@@ -42,6 +42,36 @@ def test_a_whole_block_stopped_anywhere_and_resumed_ends_as_if_never_stopped(tmp
         assert again.state_digest == whole.state_digest
         assert again.gradient_queries == whole.gradient_queries
     assert run(load_job(path, ["output=seed", "train.gradient.seed=1"]), block=1).state_digest != whole.state_digest
+
+
+PART = """
+
+class Part(Block):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+        self.again = self.mix
+
+    def forward(self, x):
+        return super().forward(x) + torch.tanh(self.again(self.mix(x)))
+
+
+def block(number, **_):
+    return Part()
+"""
+
+
+def test_a_block_with_a_module_under_two_names_resumes_to_the_same_bits(tmp_path):
+    path = make_job(tmp_path, train=ASKED, code=CODE + PART)
+    job, _, _ = built(path)
+    whole = run(job, block=0)
+    assert whole.trained_parameters == 2 * 16 * 32 + 32 + 16 + 16 * 16 + 16  # of up, down and mix, each once
+    for step in (1, 4):
+        with pytest.raises(zgstore.Interrupted):
+            run(load_job(path, ["output=stopped"]), block=0, **stopped_at(step))
+    again = run(load_job(path, ["output=stopped"]), block=0)
+    assert again.resumed_from == 4
+    assert again.state_digest == whole.state_digest != whole.initial_digest
 
 
 @pytest.fixture(scope="module")
