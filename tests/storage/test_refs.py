@@ -300,6 +300,14 @@ def test_a_removal_that_is_killed_leaves_a_name_that_follows(refs, monkeypatch):
     assert refs.lost() == []
 
 
+def test_a_name_whose_log_is_gone_is_logged_before_it_moves_on(refs):
+    moved(refs, A)
+    entry_file(refs, 1).unlink()  # a removal that was killed before it came to the name
+    moved(refs, B)
+    assert [(entry.old, entry.new) for entry in refs.log("main")] == [(A, B), (None, A)]
+    assert refs.history("main").breaks == ()
+
+
 def test_the_nearest_names_are_hinted_at(refs):
     refs.move("experiment-1", "head", A)
     with pytest.raises(NotFound) as caught:

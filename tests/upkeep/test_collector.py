@@ -366,14 +366,18 @@ KILLED_AS_IT_LOGGED = """
         append(*args)
         os.kill(os.getpid(), signal.SIGKILL)
     Refs._append = killed
-    publish(Store.open({path!r}), "main", [7])
+    publish(Store.open({path!r}), {name!r}, [7])
 """
+
+
+def killed_as_it_logged(store, name):
+    code = textwrap.dedent(KILLED_AS_IT_LOGGED.format(root=str(Path.cwd()), path=str(store.path), name=name))
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
 
 
 def test_what_a_ref_is_about_to_name_stays_as_long_as_its_reflog_entry(store):
     old, before = publish(store, "main", [1]), objects_in(store)
-    code = textwrap.dedent(KILLED_AS_IT_LOGGED.format(root=str(Path.cwd()), path=str(store.path)))
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    killed_as_it_logged(store, "main")
     everything = objects_in(store)
     collector.collect(store, now=True)
     assert objects_in(store) == everything
@@ -381,6 +385,16 @@ def test_what_a_ref_is_about_to_name_stays_as_long_as_its_reflog_entry(store):
     assert list(verify(store)) == []
     collector.collect(store, now=True, expire_reflog_seconds=0)
     assert objects_in(store) == before
+
+
+@pytest.mark.parametrize("name", ["main", "first"])
+def test_what_a_ref_is_about_to_name_stays_as_one_of_so_many_entries(store, later, name):
+    publish(store, "main", [1])
+    killed_as_it_logged(store, name)
+    everything = objects_in(store)
+    later(100 * DAY)
+    collector.collect(store, now=True, keep_last=1)
+    assert objects_in(store) == everything
 
 
 def test_what_is_in_the_trash_and_reachable_again_comes_back(store, later):

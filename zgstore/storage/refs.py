@@ -278,7 +278,7 @@ class Refs:
     def _is_logged(self, name: str, kind: str, digest: Digest) -> bool:
         """Whether the newest entry tells of it: as what it gave, or as what it was about to replace."""
         newest = next(self._read_entries(name, kind, damaged=[]), None)
-        return newest is None or digest in {newest.old, newest.new}
+        return newest is not None and digest in {newest.old, newest.new}
 
     def lost(self) -> builtins.list[tuple[str, str, tuple[LogEntry, ...]]]:
         """Names (and kinds) that have a log and are not there, with all that was logged, newest first.

@@ -24,8 +24,8 @@ from zgstore.storage.names import names_in
 from zgstore.storage.objects import FAMILIES, PREFIXES, Trashed
 from zgstore.storage.store import Store
 from zgstore.upkeep.digestsets import DigestSet
-from zgstore.upkeep.gcplan import Candidate, Count, GcPlan, Leftover, expired, plan
-from zgstore.upkeep.reachability import Reach, read_any, roots
+from zgstore.upkeep.gcplan import Candidate, Count, GcPlan, Leftover, plan
+from zgstore.upkeep.reachability import Reach, history_of, read_any, roots
 
 __all__ = ["GcPlan", "GcReport", "collect", "plan"]
 
@@ -186,10 +186,12 @@ class _Collection:
         return self.done
 
     def _expire_reflogs(self) -> None:
+        """What was past retention when the roots were read; what was logged since is none of it, by whatever clock."""
         if self.planned.expire:
             with self._alone():
-                for name, kind, entry in expired(self.store, self.planned.rules):
-                    self.store.refs.forget(name, kind, through=entry.number)
+                for ref, entry in self.planned.expire:
+                    if entry in history_of(self.store, ref).entries:  # else removed, and given anew maybe
+                        self.store.refs.forget(ref.name, ref.kind, through=entry.number)
 
     def _remove_leftovers(self) -> None:
         for leftover in self.planned.leftovers:

@@ -17,7 +17,7 @@ from zgstore.storage.files import directory, faults
 from zgstore.storage.memos import ActionFile
 from zgstore.storage.names import names_in
 from zgstore.storage.objects import FAMILIES, Stat, Trashed
-from zgstore.storage.refs import LogEntry
+from zgstore.storage.refs import LogEntry, Ref
 from zgstore.storage.store import Store
 from zgstore.upkeep.digestsets import DigestSet
 from zgstore.upkeep.reachability import (
@@ -25,7 +25,6 @@ from zgstore.upkeep.reachability import (
     Reach,
     Retention,
     Roots,
-    log_of,
     read_any,
     roots,
 )
@@ -119,7 +118,7 @@ class GcPlan:
 
     Args:
         rules: The ages it was made by.
-        expire: Of each ref, the newest reflog entry past retention: (ref, kind, entry).
+        expire: Of each ref, the newest reflog entry past retention, which goes with all before it.
         leftovers: Of the dead, to remove.
         restore: In the trash, and kept by something: to move back.
         free: In the trash for longer than the grace: to unlink.
@@ -133,7 +132,7 @@ class GcPlan:
     """
 
     rules: Rules
-    expire: tuple[tuple[str, str, LogEntry], ...]
+    expire: tuple[tuple[Ref, LogEntry], ...]
     leftovers: tuple[Leftover, ...]
     restore: tuple[Trashed, ...]
     free: tuple[Trashed, ...]
@@ -243,7 +242,7 @@ class _Sorting:
             gone.update((item.family, item.digest) for item in trash)
         return GcPlan(
             rules=self.rules,
-            expire=tuple(expired(self.store, self.rules)),
+            expire=self.found.past,
             leftovers=(*self._leftovers(), *self._stale(actions, gone)),
             restore=restore, free=free, quarantine=quarantine, trash=trash, waiting=waiting,
             kept={reason: self.kept[reason] for reason in sorted(self.kept)},
@@ -390,14 +389,6 @@ class _Sorting:
 
 #: What ``stat`` says of something that has an object's name and is no regular file.
 FOREIGN: Final = Stat(0, 0, 0, 0, 0)
-
-
-def expired(store: Store, rules: Rules) -> Iterator[tuple[str, str, LogEntry]]:
-    """Of each ref, the newest reflog entry past retention: it goes with all before it."""
-    for ref in store.refs.list():
-        log = log_of(store, ref)
-        for entry in log[rules.retention.kept(log, rules.now) :][:1]:
-            yield ref.name, ref.kind, entry
 
 
 def _touched_and_size(path: Path) -> tuple[float, int]:

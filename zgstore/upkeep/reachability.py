@@ -62,9 +62,16 @@ class Retention:
                 count += 1
         return count
 
-    def keeps_newest(self, entry: LogEntry, now: float) -> bool:
-        """Whether the newest entry is kept by its own age, or as one of so many: nothing has replaced it yet."""
-        return bool(self.keep_last) or (self.seconds is not None and entry.time_seconds > now - self.seconds)
+    def keeps_coming(self, at: int, entry: LogEntry, now: float) -> bool:
+        """Whether an entry that no name has come to, or none has now, is kept: by its own age, or as one of so many.
+
+        Args:
+            at: Its place in its log, from the newest.
+            entry: What was logged.
+            now: What ages are counted to.
+        """
+        is_young = self.seconds is not None and entry.time_seconds > now - self.seconds
+        return is_young or at < (self.keep_last or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +93,17 @@ class Root:
 class Roots:
     """Everything that keeps something: names, and what live leases name (raw digests joined, by the lease).
 
-    What a ref is about to name counts as leased: of a move that never took place, not all may be there.
+    What a ref is about to name counts as leased: of a move that never took place, not all may be there. Past is, of
+    each ref, the newest reflog entry past retention: it goes with all before it.
     """
 
     named: tuple[Root, ...]
     leased: tuple[tuple[str, bytes], ...]
-
-
-def log_of(store: Store, ref: Ref, *, damaged: list[ZgError] | None = None) -> list[LogEntry]:
-    """A listed ref's log; nothing if it was removed since: removing one waits for nobody."""
-    return [*history_of(store, ref, damaged=damaged).entries]
+    past: tuple[tuple[Ref, LogEntry], ...]
 
 
 def history_of(store: Store, ref: Ref, *, damaged: list[ZgError] | None = None) -> History:
-    """The same, and where it does not follow."""
+    """A listed ref's history; nothing if it was removed since: removing one waits for nobody."""
     try:
         return store.refs.history(ref.name, ref.kind, damaged=damaged)
     except NotFound:
@@ -107,11 +111,10 @@ def history_of(store: Store, ref: Ref, *, damaged: list[ZgError] | None = None) 
 
 
 def lost_entries(store: Store, *, retention: Retention, now: float) -> Iterator[tuple[str, int, LogEntry]]:
-    """What is logged of names that are gone, within retention by its own age, and is there: (name, number, entry)."""
+    """What is logged of names that are gone, or were about to come, within retention, and there: (name, at, entry)."""
     for name, _, log in store.refs.lost():
         for at, entry in enumerate(log):
-            is_young = retention.seconds is not None and entry.time_seconds > now - retention.seconds
-            if is_young and _is_here(store, entry.new):
+            if retention.keeps_coming(at, entry, now) and _is_here(store, entry.new):
                 yield name, at, entry
 
 
@@ -131,16 +134,18 @@ def roots(store: Store, *, retention: Retention, now: float, expired: bool = Fal
     Raises:
         Corrupt: if a ref, reflog entry or hold is torn.
     """
-    named, coming = [], []
+    named, coming, past = [], [], []
     for ref in store.refs.list():
         named.append(Root(ref.kind, ref.name, ref.snapshot))
         history = history_of(store, ref)
         log = history.entries
         move = history.coming
-        if move is not None and retention.keeps_newest(move, now):
+        if move is not None and retention.keeps_coming(0, move, now):
             named_by = [digest.raw for digest in (move.new, move.record) if digest is not None]
             coming.append((f"{ref.kind} {ref.name}, about to name {move.new.short}", b"".join(named_by)))
-        for at, entry in enumerate(log if expired else log[: retention.kept(log, now)]):
+        kept = len(log) if expired else retention.kept(log, now)
+        past += [(ref, entry) for entry in log[kept:][:1]]
+        for at, entry in enumerate(log[:kept]):
             name = f"{ref.name}@{{{at}}}"
             named.append(Root("reflog", name, entry.new))
             if entry.record is not None:
@@ -151,7 +156,7 @@ def roots(store: Store, *, retention: Retention, now: float, expired: bool = Fal
     named += [Root("hold", hold.name, hold.snapshot) for hold in store.refs.holds()]
     leased = [(lease.uuid, lease.digests) for lease in store.leases.all() if lease.alive]
     order = {kind: at for at, kind in enumerate(ROOT_KINDS)}
-    return Roots(tuple(sorted(named, key=lambda root: order[root.kind])), (*leased, *coming))
+    return Roots(tuple(sorted(named, key=lambda root: order[root.kind])), (*leased, *coming), tuple(past))
 
 
 # --- Reach ---------------------------------------------------------------------------------------------------------
