@@ -122,7 +122,7 @@ def plan(job: Job, *, parallel: int | None = None, devices: Sequence[str] = ()) 
         del module  # else it would be alive beside the next one
     return Plan(
         job.identity(), str(digest), str(shown.snapshot.pins.digest()), rows, tuple(blocks),
-        _width(job, parallel, devices), tuple(devices),
+        min(_width(job, parallel, devices), len(blocks)), tuple(devices),
     )  # fmt: skip
 
 

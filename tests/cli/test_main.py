@@ -179,9 +179,10 @@ def test_what_a_terminal_would_act_on_is_written_out(store, zg):
     assert "\x1b" not in ran.error
 
 
-def test_a_full_disk_is_no_space_and_what_may_pass_is_transient():
-    assert faults._explain_system(OSError(28, "No space left on device", "x")).exit_code == 24
-    assert faults._explain_system(PermissionError(13, "Permission denied", "x")).exit_code == 30
+def test_what_the_system_says_is_no_space_a_wrong_path_or_what_may_pass():
+    for number, code in {28: 24, 122: 24, 13: 2, 30: 2, 20: 2, 2: 2, 24: 30, 5: 30}.items():
+        error = faults.explain(OSError(number, os.strerror(number), "x"))
+        assert (error.exit_code, error.message) == (code, f"x: {os.strerror(number)}")
 
 
 def test_an_exception_of_a_recipe_names_the_factory(store, zg, tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from dataclasses import replace
 
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 from students import CODE, built, make_job
 
 import zgstore
+from tests.faults.disks import fill, small_disk
 from zgtrain.assembler import assemble, gather
 from zgtrain.blockreport import read_report
 from zgtrain.blocks import run
@@ -64,6 +67,19 @@ def test_a_student_is_the_trained_blocks_one_after_the_other_and_its_manifest_sa
     assert sorted(each.name for each in tmp_path.iterdir() if "student" in each.name and "toy" not in each.name) == [
         "student"
     ]
+
+
+def test_a_full_disk_is_said_to_be_one_and_leaves_the_student_before(tmp_path):
+    _, job, _ = trained(tmp_path)
+    with small_disk(tmp_path / "disk", megabytes=1) as disk:
+        assemble(job, disk / "student")
+        before = {path.name: path.read_bytes() for path in (disk / "student").iterdir()}
+        fill(disk, leave_bytes=8192)
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as caught:
+            assemble(job, disk / "student")
+        assert caught.value.errno == errno.ENOSPC
+        assert {path.name: path.read_bytes() for path in (disk / "student").iterdir()} == before
+        assert sorted(path.name for path in disk.iterdir()) == ["ballast", "student"]
 
 
 def test_a_student_that_saves_itself_is_let(tmp_path):

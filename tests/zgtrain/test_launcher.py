@@ -161,7 +161,8 @@ def test_following_trains_on_a_build_that_is_killed_and_ends_as_the_cached_job(t
     assert report.blocks[0].report["state_digest"] == cached.state_digest
 
 
-def test_a_block_of_two_processes_learns_what_one_learns_and_is_gathered(tmp_path):
+def of_two_processes(tmp_path, **more):
+    """A job of one block that two processes shard between them, built."""
     code = CODE.replace(
         "    return Block(dropout=dropout)",
         """    made = Block(dropout=0.0)
@@ -171,9 +172,13 @@ def test_a_block_of_two_processes_learns_what_one_learns_and_is_gathered(tmp_pat
         fully_shard(made, ignored_params={made.frozen})
     return made""",
     )
-    more = "[launch.blocks.0]\nprocesses = 2"
-    path = make_job(tmp_path, rows=16, boundaries=["layers.2:in", "norm:in"], code=code, more=more)
-    job, _, _ = built(path)
+    processes = "[launch.blocks.0]\nprocesses = 2"
+    path = make_job(tmp_path, rows=16, boundaries=["layers.2:in", "norm:in"], code=code, more=processes, **more)
+    return path, built(path)[0]
+
+
+def test_a_block_of_two_processes_learns_what_one_learns_and_is_gathered(tmp_path):
+    path, job = of_two_processes(tmp_path)
     report = launch(job)
     assert report.error is None, report.error
     together = read_report(job, 0)
@@ -185,6 +190,26 @@ def test_a_block_of_two_processes_learns_what_one_learns_and_is_gathered(tmp_pat
     (other,) = gather(load_job(path, ["output=alone"])).blocks
     for mine, theirs in zip(block.parameters(), other.parameters(), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-4)
+
+
+def test_processes_of_a_block_save_and_end_when_what_started_them_is_killed(tmp_path):
+    path, job = of_two_processes(tmp_path, train="steps = 100000")
+    words = [sys.executable, "-m", "zgtrain.cli.main", "run", str(path), "--block", "0", "--json"]
+    with (tmp_path / "out.json").open("wb") as out:
+        run_ = subprocess.Popen(words, stdout=out, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while not status(job)[0].step and time.monotonic() < until:
+        time.sleep(0.1)
+    (torchrun,) = subprocess.run(
+        ["pgrep", "-f", f"cli.tied .* torchrun .*{path}"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    os.kill(int(torchrun), signal.SIGKILL)
+    assert run_.wait(60) == 30
+    assert "SIGKILL" in (tmp_path / "out.json").read_text()
+    assert gone(str(path), seconds=60)
+    left = status(job)[0]
+    assert left.state == "stopped"
+    assert left.checkpoint_step == left.step > 0  # all of them saved, together
 
 
 def test_what_only_one_of_several_processes_says_is_what_the_block_failed_of(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import traceback
@@ -11,11 +10,10 @@ from typing import Final
 
 import typer
 
-from zgstore.errors import Invalid, NoSpace, Transient, ZgError
+from zgstore.errors import Invalid, Transient, ZgError
 
 # The classes of click, which some versions of typer carry inside themselves.
 USAGE_ERROR: Final[type[Exception]] = typer.BadParameter.__mro__[1]
-_SOME_SPACE_SHORT: Final = (errno.ENOSPC, errno.EDQUOT)
 _HOME: Final = Path(__file__).parents[1]
 
 _Folders = tuple[Path, ...]
@@ -51,13 +49,12 @@ def _explain_usage(error: BaseException, program: str) -> Invalid:
 
 
 def _explain_system(error: OSError) -> ZgError:
-    where = f"{error.filename}: " if error.filename else ""
-    message = f"{where}{error.strerror or error}"
-    if error.errno in _SOME_SPACE_SHORT:
-        return NoSpace(message, hint="run `zgstore gc`, or free some space, then run this again")
-    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
-        return Transient(message, hint="see who owns it; `zgstore init --policy group` makes stores that are shared")
-    return Transient(message, hint="run it again; --debug shows where it happened")
+    from zgstore.storage.files import fault  # noqa: PLC0415 - the help need not load it
+
+    where = str(error.filename) if error.filename else "the system"
+    if isinstance(error, FileNotFoundError):
+        return Invalid(f"{where}: {error.strerror or error}", hint="check the path: a part of it is not there")
+    return fault(error, where)
 
 
 def _explain_unknown(error: BaseException, program: str, own: _Folders) -> ZgError:

@@ -15,6 +15,7 @@ from students import built, make_job
 
 from zgtrain import status
 from zgtrain.cli.catalogue import COMMANDS
+from zgtrain.files import held
 from zgtrain.job import load_job
 
 NAMED = {"plan", "run", "launch", "relay", "status", "assemble", "evaluate", "economics", "report"}
@@ -139,10 +140,10 @@ def test_status_of_a_running_block_names_rate_and_time_left(zg, tmp_path):
     lines = [{"step": n, "loss": 1 / n, "seconds": float(n // 5)} for n in range(1, 51)]
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 51, "lo')
     (folder / "checkpoint.json").write_text(json.dumps({"step": 40, "snapshot": ""}))
-    (folder / ".lock").write_text(f"pid {os.getpid()} on {os.uname().nodename} since now\n")
-    first = zg("status", path, "--json").json["blocks"][0]
+    with held(folder / ".lock", "it"):
+        first = zg("status", path, "--json").json["blocks"][0]
     assert (first["state"], first["step"], first["checkpoint_step"]) == ("running", 50, 40)
     assert first["rate"] == pytest.approx(4.6)
     assert first["eta_seconds"] == pytest.approx(50 / first["rate"])
-    (folder / ".lock").write_text(f"pid 99999999 on {os.uname().nodename} since now\n")
+    assert first["holder"] == f"pid {os.getpid()} on {os.uname().nodename}"
     assert status(load_job(path))[0].state == "stopped"
