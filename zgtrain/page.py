@@ -33,6 +33,34 @@ blockquote{max-height:150px;overflow:auto;
 margin:0 0 12px;padding:0 0 0 12px;border-left:3px solid var(--line);white-space:pre-wrap;font-size:13.5px}
 """
 
+# What a reader who has not read TRAINING needs for each table and plot; HTML.
+SAID: Final = {
+    "gates": """Are all numbers finite? Has every block learned? How much worse than the teacher's is the cross entropy
+        (CE) of text that nobody trained on? Does the student use its context, does it repeat itself, does it write what
+        the teacher finds likely? A gate is passed if all of its measures are. Losses are in nats per token.""",
+    "training": """Block b learns to make the states h<sub>b+1</sub> of boundary b + 1 from those of boundary b, apart
+        from all others. In the table: mean losses of the first and the last 32 steps, the residual error of the last
+        32, what was read from the store, and what was counted in the block's own process.""",
+    "loss": "How far what a block gives is from the teacher's states, by the loss that it minimises: lower is better.",
+    "residual": """Σ‖error‖² over Σ‖h<sub>b+1</sub> − h<sub>b</sub>‖²: 1 is as bad as passing the input through, 0 is
+        the teacher's states.""",
+    "boundaries": """The price of composition. A block has learned on the teacher's states h; in the student it is fed
+        what the blocks before it make of the text, ĥ. In the table: the error of what a block gives when it is fed the
+        teacher's states (fit), then in the student. A cosine of 1 is the right direction, a norm error of 0 the right
+        length.""",
+    "depth": """Squared error over the squared size of the teacher's states. The gap between the lines is what the
+        blocks before have left.""",
+    "sweep": """What comes out in the end if block b is fed α h + (1 − α) ĥ, and the blocks after it what it gives: the
+        more a line falls to the right, the more the errors of the blocks before b cost.""",
+    "economics": """T(K) is what one of K trainings costs with its share of the cache: (cache + K runs) / K. A live run
+        has its targets from the teacher, which computes them anew; from the K where T(K) is below it, the cache has
+        paid.""",
+    "wall": "Of the slowest block, each on a device of its own.",
+    "device": "Of all blocks together.",
+    "generations": "What each writes after a prompt if it always takes the likeliest token.",
+    "pins": "What all this was made of. Equal digests are equal content: so anybody can see that it is the same.",
+}
+
 
 def page(value: Mapping[str, Any]) -> str:
     """The HTML of what `gathered` gives."""
@@ -70,7 +98,7 @@ def _tiles(value: Mapping[str, Any]) -> str:
             ("parameters", f"{count(judged['parameters']['student'])} of {count(judged['parameters']['teacher'])}"),
         ]
     tiles += [
-        ("critical path", seconds(max(each["seconds"]["total"] for each in reports))),
+        ("critical path: the slowest block", seconds(max(each["seconds"]["total"] for each in reports))),
         ("peak memory of a block", size(max(each["peak_memory_bytes"] for each in reports))),
         ("gradient between blocks", size(max(each["inter_block_gradient_bytes"] for each in reports))),
     ]
@@ -92,7 +120,7 @@ def _gates(judged: Mapping[str, Any] | None, lacking: tuple[str, str] | None) ->
         for at, each in enumerate(gate["measures"])
     ]  # fmt: skip
     tokens = f"{judged['tokens']:,} scored tokens"
-    about = f"<p class=soft>{judged['rows']} held-out rows, {tokens}; losses in nats per token.</p>"
+    about = _soft(SAID["gates"]) + _soft(f"{judged['rows']} held-out rows, {tokens}.")
     return _section("Gates", about + table(["gate", "measure", "#number", "threshold", "verdict"], rows))
 
 
@@ -109,14 +137,14 @@ def _training(blocks: Sequence[Mapping[str, Any]]) -> str:
         for b, r in enumerate(each["report"] for each in blocks)
     ]  # fmt: skip
     heads = [
-        "block", "#parameters", "#steps", "#first 32", "#last 32", "#residual error", "#time", "#read", "#peak memory",
-        "#teacher parameters alive",
+        "block", "#parameters", "#steps", "#loss, first 32", "#loss, last 32", "#residual error", "#time", "#read",
+        "#peak memory", "#teacher parameters alive",
     ]  # fmt: skip
     plots = _pair(
-        ("boundary loss", plot(curves, x="step", y="loss", log_y=True)),
-        ("error over ‖h<sub>b+1</sub> − h<sub>b</sub>‖²", plot(residuals, x="step", y="residual error", log_y=True)),
+        ("boundary loss", plot(curves, x="step", y="loss", log_y=True), "loss"),
+        ("residual error", plot(residuals, x="step", y="residual error", log_y=True), "residual"),
     )
-    return _section("Training", plots + table(heads, rows))
+    return _section("Training", _soft(SAID["training"]) + plots + table(heads, rows))
 
 
 def _boundaries(judged: Mapping[str, Any] | None) -> str:
@@ -152,14 +180,11 @@ def _boundaries(judged: Mapping[str, Any] | None) -> str:
         Line(f"block {b}", [(row["alpha"], row[scores]) for row in judged["sweep"] if row["block"] == b], dots=True)
         for b in range(len(ends))
     ]
-    about = (
-        f"<p class=soft>Over {judged['sweep_rows']} held-out rows. On the right block b is fed "
-        "α h + (1 − α) ĥ, and the blocks after it what it gives.</p>"
-    )
+    about = _soft(SAID["boundaries"]) + _soft(f"Over {judged['sweep_rows']} held-out rows.")
     title = "final CE by α" if scores == "ce" else "boundary MSE by α"
     plots = _pair(
-        ("relative error by depth", plot(depth, x="boundary", y="relative MSE", whole_x=True)),
-        (title, plot(sweep, x="α (1: the teacher's states)", y=scores)),
+        ("relative error by depth", plot(depth, x="boundary", y="relative MSE", whole_x=True), "depth"),
+        (title, plot(sweep, x="α (1: the teacher's states)", y=scores.upper()), "sweep"),
     )
     return _section("Boundaries", about + plots + table(heads, rows))
 
@@ -175,7 +200,7 @@ def _economics(costs: Mapping[str, Any]) -> str:
             lines.append(Line("live", [(each["k"], curve["live_mean"]) for each in curve["t"]], dashed=True))
         mark = curve["break_even"] if curve["break_even"] and curve["break_even"] <= curve["t"][-1]["k"] else None
         plots.append(
-            (f"{kind} seconds, all blocks", plot(lines, x="trainings K", y="seconds", mark=mark, from_zero=True))
+            (f"{kind} seconds, all blocks", plot(lines, x="trainings K", y="seconds", mark=mark, from_zero=True), kind)
         )
     everything = [("all", costs["all"]), *((f"block {each['block']}", each) for each in costs["blocks"])]
     for name, each in everything:
@@ -189,8 +214,8 @@ def _economics(costs: Mapping[str, Any]) -> str:
             ])  # fmt: skip
     heads = ["", "", "#cache", "#cached run", "#live run", *(f"#T({each['k']})" for each in costs["all"]["wall"]["t"]),
              "#break-even"]  # fmt: skip
-    notes = "".join(f"<p class=soft>{escape(note)}.</p>" for note in costs["notes"])
-    return _section("Economics", _pair(*plots) + table(heads, rows) + notes)
+    notes = "".join(_soft(f"{escape(note[:1].upper() + note[1:])}.") for note in costs["notes"])
+    return _section("Economics", _soft(SAID["economics"]) + _pair(*plots) + table(heads, rows) + notes)
 
 
 def _break_even(curve: Mapping[str, Any]) -> str:
@@ -208,7 +233,7 @@ def _generations(judged: Mapping[str, Any] | None) -> str:
         f"{escape(_said(each['teacher']))}</blockquote></div></div>"
         for each in judged["generations"]
     )
-    return _section("Greedy generations", inner)
+    return _section("Greedy generations", _soft(SAID["generations"]) + inner)
 
 
 def _pins(value: Mapping[str, Any]) -> str:
@@ -222,7 +247,8 @@ def _pins(value: Mapping[str, Any]) -> str:
         rows += [["columns", ", ".join(shown["columns"])]]
     rows += [[f"block {b}", each["report"]["state_digest"]] for b, each in enumerate(value["blocks"])]
     rows += [["environment", ", ".join(f"{key} {each}" for key, each in report["environment"].items())]]
-    return _section("Pins and sizes", table(["", ""], [[escape(a), f"<code>{escape(b)}</code>"] for a, b in rows]))
+    cells = [[escape(a), f"<code>{escape(b)}</code>"] for a, b in rows]
+    return _section("Pins and sizes", _soft(SAID["pins"]) + table(["", ""], cells))
 
 
 # ---- pieces ----
@@ -232,8 +258,14 @@ def _section(title: str, inner: str) -> str:
     return f"<section><h2>{title}</h2>{inner}</section>"
 
 
-def _pair(*plots: tuple[str, str]) -> str:
-    return f"<div class=pair>{''.join(f'<div><h3>{title}</h3>{svg}</div>' for title, svg in plots)}</div>"
+def _soft(html: str) -> str:
+    return f"<p class=soft>{html}</p>"
+
+
+def _pair(*plots: tuple[str, str, str]) -> str:
+    """Plots side by side: a title, the SVG, and under which name ``SAID`` explains it."""
+    inner = "".join(f"<div><h3>{title}</h3>{svg}{_soft(SAID[said])}</div>" for title, svg, said in plots)
+    return f"<div class=pair>{inner}</div>"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -263,10 +295,10 @@ def seconds(value: float) -> str:
 def size(value: int) -> str:
     """Bytes for people."""
     scaled, unit = float(value), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if scaled < 1000 or unit == "TB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if scaled < 1024 or unit == "TiB":
             break
-        scaled /= 1000
+        scaled /= 1024
     return f"{scaled:.0f} {unit}" if unit == "B" else f"{scaled:.1f} {unit}"
 
 

@@ -13,6 +13,7 @@ from pruned import make_pruned, trained
 import zgstore
 from zgtrain import load_job
 from zgtrain.evaluator import evaluate
+from zgtrain.page import SAID
 from zgtrain.plots import Line, plot
 from zgtrain.report import write_report
 
@@ -64,9 +65,17 @@ def test_gates_curves_boundaries_economics_and_pins_are_on_it(jobs, page):
     assert "T(16)" in text
 
 
+def test_every_table_and_plot_says_what_it_shows(page):
+    text = page.read_text(encoding="utf-8")
+    assert [name for name, said in SAID.items() if said not in text] == []
+    assert text.count("</svg><p class=soft>") == text.count("<svg")
+    sections = re.findall(r"<section><h2>[^<]*</h2>(.{7})", text)
+    assert sections == ["<p clas"] * 6
+
+
 def test_what_is_not_measured_yet_is_said_and_not_made_up(before):
     assert "Not evaluated yet" in before
-    assert "no live run is measured" in before
+    assert "No live run is measured" in before
     assert "Boundaries" not in before
 
 

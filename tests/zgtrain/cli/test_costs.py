@@ -38,7 +38,7 @@ def test_cached_following_and_live_runs_are_weighed_and_the_page_says_from_where
     assert alone["wall"]["t"][0]["ratio"] == pytest.approx(alone["wall"]["t"][0]["seconds"] / max(live))
     assert zg("report", path, "runs/live", "--json").json["path"] == str(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "no live run" not in page
+    assert "No live run" not in page
     for kind in ("wall", "device"):
         k = alone[kind]["break_even"]
         assert f">{'never' if k is None else f'K = {k}'}<" in page
