@@ -116,8 +116,10 @@ def another_teacher(main: dict) -> None:
 
 
 def forget_and_collect() -> None:
-    zgstore("ref", "rm", "rounded")
+    forgotten = zgstore("ref", "rm", "rounded")
+    found("the changed teacher's snapshot has no name any more", forgotten)
     said = zgstore("gc", "--dry-run", "--now")
+    found(f"{said['freed']['objects']} objects that nothing else needs, {size(said['freed']['bytes'])}", said)
     done = zgstore("gc", "--now")
     assert done["freed"] == said["freed"], (said["freed"], done["freed"])
     assert done["freed"]["bytes"] > 0
@@ -132,8 +134,10 @@ def carry_and_export(main: dict) -> None:
     copied = zgstore("copy", "main", "--to", "second")
     listed = zgstore("ls", "--store", "second", say=False)
     assert [(ref["name"], ref["snapshot"]) for ref in listed["refs"]] == [("main", main["snapshot"])]
-    assert zgstore("verify", "--store", "second")["ok"]
     found(f"a second store has main at the same digest {main['snapshot'][:19]}…", copied)
+    verified = zgstore("verify", "--store", "second")
+    assert verified["ok"]
+    found(f"{verified['objects']} objects sound there", verified)
 
     exported = zgstore("export", "main", "plain")
     manifest = json.loads((SCRATCH / "plain" / "manifest.json").read_text(encoding="utf-8"))

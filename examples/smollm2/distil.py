@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Callable
 
 from commands import HERE, SCRATCH, found, size, zgstore, zgtrain
 
 STARTED = time.monotonic()
 JOB = "student.toml"
 BLOCKS = 4
+LINES = 4  # about each block while it trains
 
 
 def unpack() -> None:
@@ -34,7 +36,7 @@ def train() -> None:
     parameters = sum(each["parameters"] for each in plan["blocks"])
     found(f"{BLOCKS} blocks, {parameters / 1e6:.0f} M parameters, {plan['rows']} rows; no teacher is loaded", plan)
 
-    launched = zgtrain("launch", JOB)
+    launched = zgtrain("launch", JOB, meanwhile=progress())
     reports = [
         json.loads((SCRATCH / "runs" / "student" / f"block-{b:03d}" / "report.json").read_text(encoding="utf-8"))
         for b in range(BLOCKS)
@@ -47,6 +49,24 @@ def train() -> None:
     found("counted: no gradient left a block, no parameter of a teacher was alive", launched)
 
 
+def progress() -> Callable[[], None]:
+    """What says, when it is asked, which blocks have done a further part of their steps; a few small files are read."""
+    from zgtrain import load_job, status  # noqa: PLC0415 — not before the job's file is there
+
+    job, said = load_job(SCRATCH / JOB), dict.fromkeys(range(BLOCKS), 0)
+
+    def look() -> None:
+        for each in status(job):
+            part = each.step * LINES // each.steps
+            if each.state == "running" and part > said[each.block]:
+                left = f", {each.eta_seconds:.0f} s left" if each.eta_seconds else ""
+                how = f"step {each.step} of {each.steps}, loss {each.loss:.4f}{left}"
+                print(f"    block {each.block}: {how}", flush=True)
+                said[each.block] = part
+
+    return look
+
+
 def judge() -> None:
     assembled = zgtrain("assemble", JOB, "--output", "student")
     found(
@@ -55,13 +75,17 @@ def judge() -> None:
     )
 
     judged = zgtrain("evaluate", JOB, "--report-only")
+    failed = []
     for gate in judged["gates"]:
-        verdict = "passed" if gate["passes"] else "failed"
-        print(f"    {gate['name']:<26} {gate['number']:>8.3f} {gate['relation']} {gate['threshold']:<8.3f} {verdict}")
-    failed = [gate["name"] for gate in judged["gates"] if not gate["passes"]]
+        for each in gate["measures"]:
+            number = float("nan") if each["number"] is None else each["number"]
+            wanted = f"{each['relation']} {each['threshold']:.4g}"
+            verdict = "passed" if each["passes"] else "FAILED"
+            print(f"    {gate['name']:<26} {each['name']:<44} {number:>7.4g} {wanted:<8} {verdict}")
+            failed += [] if each["passes"] else [f"{gate['name']} ({each['name']}: {number:.4g}, not {wanted})"]
     found(
         f"held-out CE {judged['student']['ce']:.3f}, the teacher's {judged['teacher']['ce']:.3f}; "
-        + (f"too short a training for: {', '.join(failed)}" if failed else "every gate is passed"),
+        + (f"too short a training for {', '.join(failed)}" if failed else "every gate is passed"),
         judged,
     )
 
@@ -72,7 +96,7 @@ def main() -> None:
     train()
     judge()
     page = zgtrain("report", JOB, "--output", "report.html")
-    found(f"the page of all this, {page['bytes'] / 1e3:.0f} kB", page)
+    found(f"the page of all this, {size(page['bytes'])}", page)
     print(f"\nDistilled in {time.monotonic() - STARTED:.0f} s. Open {page['path']}")
 
 

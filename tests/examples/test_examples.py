@@ -57,11 +57,24 @@ def test_the_recipe_of_the_demo_cuts_the_teacher_into_four_blocks():
     assert boundaries == (*(f"model.layers.{layer}:in" for layer in (0, 8, 15, 23)), "model.norm:in")
 
 
-def test_a_command_that_fails_ends_the_demo_with_what_it_said(tmp_path, monkeypatch):
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """The demo's module of that name, whose commands run in an empty folder."""
     spec = importlib.util.spec_from_file_location("commands_of_the_demo", EXAMPLES / "smollm2" / "commands.py")
-    commands = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(commands)
-    monkeypatch.setattr(commands, "SCRATCH", tmp_path)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    monkeypatch.setattr(found, "SCRATCH", tmp_path)
+    return found
+
+
+def test_a_command_of_the_demo_is_looked_at_while_it_runs(commands, monkeypatch):
+    monkeypatch.setattr(commands, "LOOK_SECONDS", 0.01)
+    looks = []
+    assert commands.run("zgstore", "init", meanwhile=lambda: looks.append(1))["ok"]
+    assert len(looks) > 1
+
+
+def test_a_command_that_fails_ends_the_demo_with_what_it_said(commands, tmp_path):
     assert commands.zgstore("init")["store"] == str(tmp_path / ".zgstore")
     with pytest.raises(SystemExit, match=r"(?s)nobody.*hint: .*exit code 10"):
         commands.zgstore("show", "nobody")
