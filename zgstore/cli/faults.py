@@ -51,10 +51,10 @@ def _explain_usage(error: BaseException, program: str) -> Invalid:
 def _explain_system(error: OSError) -> ZgError:
     from zgstore.storage.files import fault  # noqa: PLC0415 - the help need not load it
 
-    where = str(error.filename) if error.filename else "the system"
+    said = fault(error, str(error.filename or ""))
     if isinstance(error, FileNotFoundError):
-        return Invalid(f"{where}: {error.strerror or error}", hint="check the path: a part of it is not there")
-    return fault(error, where)
+        return Invalid(said.message, hint="check the path: a part of it is not there")
+    return said
 
 
 def _explain_unknown(error: BaseException, program: str, own: _Folders) -> ZgError:

@@ -67,8 +67,8 @@ class Stat(NamedTuple):
 
 
 def fault(error: OSError, doing: str) -> ZgError:
-    """The typed error for what the system said while ``doing`` something."""
-    why = f"{doing}: {error.strerror or error}"
+    """The typed error for what the system said while ``doing`` something; empty if nobody knows what."""
+    why = ": ".join(filter(None, (doing, error.strerror or str(error))))
     number = errno.errorcode.get(error.errno or 0, str(error.errno))
     if error.errno in _FULL:
         return NoSpace(why, hint="free some space, with `zgstore gc` or otherwise; rerun to resume", errno=number)
