@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +18,7 @@ import zgstore
 from zgtrain.blockreport import CHECKPOINT, REPORT, BlockReport, behind, read_report
 from zgtrain.blocks import boundaries_of, ends_of, make_block, resolve_snapshot
 from zgtrain.checkpoint import load, restore_block, state_digest
-from zgtrain.files import read_json, sync_folder
+from zgtrain.files import disk_heard, read_json, sync_folder
 from zgtrain.job import Job
 from zgtrain.noise import diffusion
 from zgtrain.prefixes import prefix_pins
@@ -310,7 +309,7 @@ def _write(student: nn.Module, manifest: Mapping[str, Any], place: Path) -> None
     new, old = (place.with_name(f".{place.name}.{word}.{os.getpid()}") for word in ("new", "old"))
     new.mkdir()
     try:
-        with _disk_heard():
+        with disk_heard():
             _save(student, new)
         files = {
             str(path.relative_to(new)): str(zgstore.digest_of(None, path.read_bytes()))
@@ -344,18 +343,6 @@ def _save(student: nn.Module, folder: Path) -> None:
     beside: Any = getattr(student, "save_beside", None)
     if beside is not None:
         beside(folder)
-
-
-@contextlib.contextmanager
-def _disk_heard() -> Iterator[None]:
-    """Let what the disk says through: safetensors tells it in the text of an error of its own."""
-    try:
-        yield
-    except Exception as error:
-        told = re.search(r"\(os error (\d+)\)", str(error))
-        if told is None or isinstance(error, OSError):
-            raise
-        raise OSError(int(told[1]), os.strerror(int(told[1]))) from error
 
 
 def _sync(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zgstore
-from zgtrain.files import sync_folder
+from zgtrain.files import disk_heard, placed
 from zgtrain.ranks import whole
 
 FORMAT: Final = 1
@@ -34,29 +33,8 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
     Raises:
         OSError: what the disk said; the previous state is still there.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")  # the same each time, so that kills leave at most one behind
-    try:
-        with temporary.open("wb") as file:
-            with _disk_heard():
-                torch.save({**state, "format": FORMAT, _SEAL: _seal(state)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _disk_heard() -> Iterator[None]:
-    """Let what the disk says through: where a write fails, torch raises that its archive has the wrong length."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from error
-        raise
+    with placed(path, by="new") as file, disk_heard():
+        torch.save({**state, "format": FORMAT, _SEAL: _seal(state)}, file)
 
 
 def load(path: Path) -> dict[str, Any] | None:

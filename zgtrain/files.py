@@ -40,19 +40,51 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_text(path: Path, text: str) -> None:
-    """A text file put in place whole, its folder made; whoever reads it meanwhile has the old one."""
+@contextlib.contextmanager
+def placed(path: Path, *, by: str) -> Iterator[IO[bytes]]:
+    """A file to write, put in place whole and durable at the end; until then, and if that fails, the old one stays.
+
+    Args:
+        path: Where; its folder is made.
+        by: Ends the temporary file's name: who writes, or one word where there is only one who does, so that kills
+            leave no more than one behind.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{by}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
         sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def disk_heard() -> Iterator[None]:
+    """Let what the disk says through.
+
+    Where a write fails torch raises that its archive has the wrong length, and safetensors an error of its own, with
+    the system's number in its text.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        if told := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(told[1]), os.strerror(int(told[1]))) from error
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """A text file put in place whole, its folder made."""
+    with placed(path, by=str(os.getpid())) as file:
+        file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
