@@ -595,6 +595,8 @@ def _loss(train: Section) -> LossSpec:
         function,
     )
     section.done()
+    if not (spec.boundary_weight or spec.token_ce or spec.token_kl):
+        section.fail("boundary_weight", "is 0, and so is all else", "give boundary_weight, token_ce or token_kl")
     return spec
 
 

@@ -191,8 +191,6 @@ def make_objective(
         spec, custom = LossSpec(name="custom"), loss
     weights = {BOUNDARY: spec.boundary_weight, TOKEN_CE: spec.token_ce, TOKEN_KL: spec.token_kl}
     weights = {name: weight for name, weight in weights.items() if weight}
-    if not weights:
-        raise zgstore.Invalid("every weight of the loss is 0", hint="give boundary_weight, token_ce or token_kl")
     if {TOKEN_CE, TOKEN_KL} & set(weights) and interface is None:
         raise zgstore.Invalid(
             "token_ce and token_kl need logits, and there is no interface",

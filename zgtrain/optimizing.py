@@ -22,8 +22,9 @@ def make_optimizer(spec: OptimizerSpec, parameters: Sequence[nn.Parameter]) -> t
         parameters: Those that are trained.
 
     Raises:
-        zgstore.Invalid: for options that it does not take.
+        zgstore.Invalid: for options that it does not take, or nothing to train.
     """
+    refuse_nothing(parameters)
     makers = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     make = makers[spec.name] if spec.function is None else spec.function.resolve()
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in spec.options.items()}
@@ -40,6 +41,12 @@ def make_optimizer(spec: OptimizerSpec, parameters: Sequence[nn.Parameter]) -> t
             hint="return a torch.optim.Optimizer over the parameters it is given",
         )
     return optimizer
+
+
+def refuse_nothing(parameters: Sequence[nn.Parameter]) -> None:
+    """See that a block has parameters that are trained. Raises Invalid."""
+    if not parameters:
+        raise zgstore.Invalid("the block has no parameter to train", hint="leave requires_grad set on some of them")
 
 
 def rate(schedule: ScheduleSpec, step: int, steps: int) -> float:

@@ -6,8 +6,10 @@ B blocks; b a block, which maps boundary h_b to h_{b+1}; N rows of a micro-batch
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,7 @@ from zgtrain.job import GradientSpec, LossSpec, OptimizerSpec, ScheduleSpec, noi
 from zgtrain.ledger import Log
 from zgtrain.noise import LOOKED_AT, Noise, denoising, make_noise, noised, refuse_names
 from zgtrain.objective import BOUNDARY, Objective, anchor_, make_objective, residual_error
-from zgtrain.optimizing import make_optimizer, rate, set_rate
+from zgtrain.optimizing import make_optimizer, rate, refuse_nothing, set_rate
 from zgtrain.ranks import Ranks
 from zgtrain.resuming import begin, identity_of, keeper
 from zgtrain.source import FOLLOWING, Batch, Source, Trained, cached, micro_batches
@@ -259,6 +261,7 @@ def _noise_of_one(said: Noise | Mapping[str, Any] | float | None) -> Noise | Non
 
 def _answer(forward: Forward, noise: Noise | None) -> Forward:
     """What is held against the target: the forward's own word, or with noise its part in it."""
+    _see_takes(forward)
     if noise is None:
         return forward
     if forward is _without_mask:
@@ -266,6 +269,17 @@ def _answer(forward: Forward, noise: Noise | None) -> Forward:
             "block(source) would see no noisy target", hint='give a forward that hands context["noisy"] on'
         )
     return denoising(forward, noise)
+
+
+def _see_takes(forward: Forward) -> None:
+    with suppress(ValueError):  # what has no signature is found out when it is called
+        try:
+            inspect.signature(forward).bind("block", "source", "context")
+        except TypeError as error:
+            raise zgstore.Invalid(
+                f"the forward {getattr(forward, '__qualname__', forward)} cannot be called: {error}",
+                hint="let it take (block, source, context), and give a prediction",
+            ) from error
 
 
 def _shown(noise: Noise | None, batch: Batch, *, seed: int, step: int, block: int | None) -> Batch:
@@ -347,8 +361,7 @@ def _pull(optimizer: torch.optim.Optimizer, block: nn.Module, initial: Mapping[s
 
 def _trained(block: nn.Module) -> list[nn.Parameter]:
     parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise zgstore.Invalid("the block has no parameter to train", hint="leave requires_grad set on some of them")
+    refuse_nothing(parameters)
     return parameters
 
 

@@ -125,6 +125,7 @@ def test_what_a_job_may_not_say_is_named_with_what_it_may(read, line, named, hin
         ("train.max_grad_norm=1e-300", "train.max_grad_norm", "at least 1e-09"),
         ("train.max_grad_norm=inf", "train.max_grad_norm", "or 0 for none"),
         ('train.loss={boundary_weight=1e308}', "train.loss.boundary_weight", "at most 1e+09"),
+        ('train.loss={boundary_weight=0}', "train.loss.boundary_weight", "token_ce"),
         ('train.loss={token_kl=1e-300}', "train.loss.token_kl", "at least 1e-09"),
         ("train.gradient={epsilon=1e-300}", "train.gradient.epsilon", "at least 1e-12"),
         ("train.gradient={epsilon=1e300}", "train.gradient.epsilon", "at most 1"),
@@ -146,7 +147,7 @@ def test_what_people_set_is_within_the_bounds(read):
     for said in (
         "train.lr=0", "train.lr=10.0", "train.optimizer.eps=1e-15", "train.optimizer.betas=[0, 0.9999]",
         "train.optimizer.weight_decay=10", "train.anchor=50000", "train.max_grad_norm=0", "train.max_grad_norm=1e6",
-        'train.optimizer={name="sgd",lr=0.1,momentum=0.99,nesterov=true}', "train.loss={boundary_weight=0}",
+        'train.optimizer={name="sgd",lr=0.1,momentum=0.99,nesterov=true}', "train.loss={boundary_weight=0,token_kl=1}",
         'train.noise={name="diffusion",sigma_min=0.2,sigma_max=10,p_mean=-0.5,sigma_data=90}', "train.noise=20",
         "train.gradient={epsilon=1e-5}", "train.gradient={epsilon=1}", "train.seed=9223372036854775807",
         'train.schedule={name="cosine",final=1}', "launch.retries=0", "train.workers=0",

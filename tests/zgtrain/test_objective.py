@@ -111,11 +111,11 @@ def test_sums_over_counts_of_micro_batches_add_up_to_the_whole_batch():
 
 
 def test_what_an_objective_lacks_is_named():
-    with pytest.raises(zgstore.Invalid, match="no loss 'mae'"):
+    with pytest.raises(zgstore.Invalid, match="loss.name is 'mae'"):
         make_objective("mae")
     with pytest.raises(zgstore.Invalid, match="interface"):
         make_objective(LossSpec(token_ce=1.0))
-    with pytest.raises(zgstore.Invalid, match="every weight"):
+    with pytest.raises(zgstore.Invalid, match="so is all else"):
         make_objective(LossSpec(boundary_weight=0.0))
     objective = make_objective(LossSpec(token_ce=1.0), nn.Linear(D, V))
     with pytest.raises(zgstore.Invalid, match="labels"):
@@ -148,5 +148,9 @@ def test_optimizers_are_made_by_name_and_refuse_what_they_do_not_take():
     assert isinstance(adamw, torch.optim.AdamW)
     assert [set_rate(adamw, fraction) for fraction in (1.0, 0.5, 0.5, 1.0)] == [0.1, 0.05, 0.05, 0.1]
     assert isinstance(make_optimizer(OptimizerSpec("sgd", {"lr": 0.1, "momentum": 0.9}), [parameter]), torch.optim.SGD)
-    with pytest.raises(zgstore.Invalid, match="refuses"):
-        make_optimizer(OptimizerSpec("adamw", {"lr": 0.1, "momentum": 0.9}), [parameter])
+    for options in ({"momentum": 0.9}, {"betas": [0.9]}, {"betas": "x"}, {"eps": float("nan")}):
+        with pytest.raises(zgstore.Invalid, match="refuses") as caught:
+            make_optimizer(OptimizerSpec("adamw", {"lr": 0.1, **options}), [parameter])
+        assert caught.value.fields["key"] == "train.optimizer"
+    with pytest.raises(zgstore.Invalid, match="no parameter to train"):
+        make_optimizer(OptimizerSpec("adamw", {"lr": 0.1}), [])

@@ -422,6 +422,12 @@ def test_a_prediction_of_another_shape_is_refused(store):
         train(store, forward=lambda block, source, context: (block(source),))
 
 
+def test_a_forward_that_takes_something_else_is_named(store):
+    with pytest.raises(zgstore.Invalid, match="cannot be called: too many positional") as caught:
+        train(store, forward=lambda block, source: block(source))
+    assert "(block, source, context)" in caught.value.hint
+
+
 def test_deterministic_mode_is_left_as_it_was(store):
     seen = []
 
