@@ -214,8 +214,7 @@ def open_source(
     Raises:
         zgstore.Invalid: if there is no such block, or live targets have no recipe.
     """
-    if kind not in {CACHED, LIVE}:
-        raise zgstore.Invalid(f"there is no source {kind!r}", hint="cached or live")
+    refuse_source(kind)
     if build:
         found = store.memos.build(build)
         columns: Sequence[zgstore.Column] = () if found is None else found.columns
@@ -236,6 +235,12 @@ def open_source(
         opened = cached(reader, source, target, pins=str(snapshot.pins.digest()))
     with opened:
         yield opened
+
+
+def refuse_source(kind: str) -> None:
+    """See that targets can be had so. Raises Invalid."""
+    if kind not in {CACHED, LIVE}:
+        raise zgstore.Invalid(f"there is no source {kind!r}", hint="cached or live")
 
 
 def growing_build(

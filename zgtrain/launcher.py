@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import zgstore
 from zgtrain.blockreport import finished
-from zgtrain.blocks import boundaries_of, ends_of, make_block, refuse_shared, resolve_snapshot
+from zgtrain.blocks import boundaries_of, ends_of, make_block, refuse_shared, refuse_source, resolve_snapshot
 from zgtrain.crew import FAILED, BlockRun, Crew, as_error
 from zgtrain.gradient.zeroth_order import count_cores
 from zgtrain.job import BlockLaunch, Job
@@ -217,11 +217,12 @@ def launch(
         stop: Asked whether to stop all blocks, their states saved.
 
     Raises:
-        zgstore.Invalid: if the job's order cannot follow a build.
+        zgstore.Invalid: if the job's order cannot follow a build, or there is no such source.
         zgstore.NotFound: if there is no snapshot, and no recipe to follow.
         zgstore.Refused: if a parameter is shared between blocks, or pins are not the lock file's.
     """
     began = time.monotonic()
+    refuse_source(source)
     if follow is not None and job.train.order == "shuffled":
         raise zgstore.Invalid(
             "a build is followed in its own order, and train.order is 'shuffled'",

@@ -79,6 +79,18 @@ def test_what_is_nearly_right_says_what_was_meant(tmp_path, old, new, hint):
     assert hint in refusal(tmp_path, GOOD.replace(old, new, 1)).hint
 
 
+def test_a_job_in_a_recipes_place_is_called_one(tmp_path):
+    text = "[snapshot]\nstore = 1\n[student]\n[train]\n"
+    error = refusal(tmp_path, text)
+    assert "is a job, not a recipe" in error.message
+    assert "[capture], [data], [teacher]" in error.hint
+
+
+def test_a_key_of_another_table_is_said_to_be_there(tmp_path):
+    text = GOOD.replace('context = ["input_ids"]', 'context = ["input_ids"]\nfactory = "tiny:teacher"')
+    assert refusal(tmp_path, text).hint == "did you mean 'teacher.factory'?"
+
+
 @pytest.mark.parametrize("pin", ['id = "org/model"', 'revision = "0123456789abcdef"', 'revision = "fedcba9876543210"'])
 def test_a_missing_pin_is_an_error(tmp_path, pin):
     assert "is missing" in refusal(tmp_path, GOOD.replace(pin, "", 1)).message

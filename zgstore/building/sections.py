@@ -28,6 +28,8 @@ _KINDS: Final = {
     list: "an array",
 }  # fmt: skip
 _SHAPES: Final[dict[type, str]] = {dict: ", as { key = value }", list: ', as ["one", "two"]'}
+# By which it can be told what a file is.
+_TABLES: Final = {"recipe": {"teacher", "data", "capture"}, "job": {"snapshot", "student", "train"}}
 MAX_COMPARED: Final = 200  # characters, with each known name: the comparison takes the square of them
 MAX_TEXT: Final = 4095  # as long as a path can be
 FINITE: Final = (-sys.float_info.max, sys.float_info.max)
@@ -115,13 +117,18 @@ class Section:
         self.path = path
         self.kind = kind
         self._known: list[str] = []
+        self._places: dict[str, str] = {}  # of keys in this table, and in the others of the file as they are taken
 
     def fail(self, key: str, what: str, hint: str) -> NoReturn:
-        dotted = f"{self.name}.{key}" if self.name else key
+        dotted = self._dotted(key)
         raise Invalid(f"{dotted} {what} ({self.path.name})", hint=hint, key=dotted, **{self.kind: str(self.path)})
+
+    def _dotted(self, key: str) -> str:
+        return f"{self.name}.{key}" if self.name else key
 
     def has(self, key: str) -> bool:
         self._known.append(key)
+        self._places.setdefault(key, self._dotted(key))
         return key in self.value
 
     def take(self, key: str, kind: type, *, default: Any) -> Any:
@@ -168,8 +175,10 @@ class Section:
 
     def section(self, key: str, *, optional: bool = False) -> Section:
         if not self.has(key) and not optional:
-            self._missing(key, f"add a section [{f'{self.name}.{key}' if self.name else key}]")
-        return Section(self.value.get(key, {}), f"{self.name}.{key}" if self.name else key, self.path, kind=self.kind)
+            self._missing(key, f"add a section [{self._dotted(key)}]")
+        one = Section(self.value.get(key, {}), self._dotted(key), self.path, kind=self.kind)
+        one._places = self._places
+        return one
 
     def _missing(self, key: str, remedy: str) -> NoReturn:
         left = [name for name in self.value if name not in self._known]
@@ -217,21 +226,28 @@ class Section:
     def done(self) -> None:
         for key in self.value:
             if key not in self._known:
-                self.fail(key, f"is not a key of a {self.kind}", nearest(key, self._known) or "remove it")
+                place = self._places.get(key)
+                near = f"did you mean {place!r}?" if place else nearest(key, self._known)
+                self.fail(key, f"is not a key of a {self.kind}", near or "remove it")
 
     @staticmethod
     def read(path: Path, *, kind: str, hint: str) -> dict[str, Any]:
         """A TOML file as a mapping.
 
         Raises:
-            Invalid: if it is not there, or not TOML.
+            Invalid: if it is not there, not TOML, or of another kind.
         """
         try:
-            return foreign.parse_toml(path.read_bytes())
+            found = foreign.parse_toml(path.read_bytes())
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise Invalid(f"there is no {kind} {path}", hint=hint) from error
         except ValueError as error:
             raise Invalid(f"{path} is not TOML: {error}", hint="correct the line it names") from error
+        other = next((name for name, tables in _TABLES.items() if name != kind and tables <= found.keys()), None)
+        if other is not None and kind in _TABLES and not _TABLES[kind] <= found.keys():
+            tables = ", ".join(f"[{table}]" for table in sorted(_TABLES[kind]))
+            raise Invalid(f"{path} is a {other}, not a {kind}", hint=f"name the {kind}: the file with {tables}")
+        return found
 
     @staticmethod
     def literal(text: str) -> Any:

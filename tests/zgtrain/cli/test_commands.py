@@ -87,7 +87,10 @@ def test_what_is_set_stands_over_the_file_wherever_it_is_typed(zg, trained):
         (["launch", "JOB", "--follow", "cache.toml"], 2, "shuffled"),
         (["evaluate", "JOB"], 2, "no gate may be left out"),
         (["assemble", "JOB", "--set", "train.seed=9", "--set", "output=none"], 10, "not trained"),
+        (["launch", "JOB", "--source", "lve"], 2, "cached or live"),
         (["lanch", "JOB"], 2, "launch"),
+        (["plan", "JOB", "--set", "steps=9"], 2, "did you mean 'train.steps'?"),
+        (["plan", "RECIPE"], 2, "is a recipe, not a job"),
         (["run", "JOB", "--block", "0", "--fresh", "--device", "cuda:4096"], 2, "cuda:4096"),
         (["run", "JOB", "--block", "0", "--fresh", "--device", "nope"], 2, "no device here"),
         (["launch", "JOB", "--parallel", "-1"], 2, "--parallel"),
@@ -95,7 +98,8 @@ def test_what_is_set_stands_over_the_file_wherever_it_is_typed(zg, trained):
     ],
 )
 def test_errors_are_two_lines_and_one_object(zg, trained, words, code, said):
-    words = [str(trained) if word == "JOB" else word for word in words]
+    files = {"JOB": str(trained), "RECIPE": str(trained.with_name("cache.toml"))}
+    words = [files.get(word, word) for word in words]
     ran = zg(*words)
     assert ran.code == code
     assert said in ran.error
