@@ -21,8 +21,11 @@ def economics(ctx: typer.Context, job: JobFile, others: Others = None) -> Answer
 
 def _view(value: dict[str, Any]) -> Iterator[Block]:
     yield Facts([("snapshot", short(value["snapshot"])), ("steps", value["steps"])])
+    yield Line("")
+    yield Line("T(K): what one of K trainings costs with its share of the cache")
+    yield Line("EVEN AT K: from there on it costs no more than a live run")
     curves = [("all blocks", value["all"]), *((f"block {each['block']}", each) for each in value["blocks"])]
-    for kind, said in (("wall", "wall time"), ("device", "device seconds")):
+    for kind, said in (("wall", "wall time: the slowest block"), ("device", "device seconds: all blocks together")):
         yield Line("")
         yield Line(said, style="bold")
         yield Rows(

@@ -97,7 +97,8 @@ def _row(each: dict[str, Any]) -> tuple[object, ...]:
     told = each["report"]
     if not told:
         return each["block"], each["state"], each["attempts"], "", "", "", "", ""
+    state = "done before" if each["state"] == "done" and not each["attempts"] else each["state"]
     return (
-        each["block"], each["state"], each["attempts"], told["steps"], loss_text(told["first_window_mean_loss"]),
+        each["block"], state, each["attempts"], told["steps"], loss_text(told["first_window_mean_loss"]),
         loss_text(told["last_window_mean_loss"]), f"{told['seconds']['total']:.1f}", short(told["state_digest"]),
     )  # fmt: skip

@@ -137,8 +137,8 @@ def view(value: dict[str, Any]) -> Iterator[Block]:
             ("time", f"{duration_text(seconds['total'])} (data {duration_text(seconds['data'])})"),
             ("read", size_text(value["bytes_read"])),
             ("peak memory", size_text(value["peak_memory_bytes"])),
-            ("asked", f"{queries} forward queries for gradients" if (queries := value["gradient_queries"]) else None),
-            ("left the block", f"{value['inter_block_gradient_bytes']} B of gradient"),
-            ("beside it alive", f"{count_text(value['live_teacher_parameters'])} parameters"),
+            ("queries", f"{queries} forward ones for the gradient" if (queries := value["gradient_queries"]) else None),
+            ("gradient", f"{value['inter_block_gradient_bytes']} B of it left the block"),
+            ("teacher", f"{count_text(value['live_teacher_parameters'])} parameters of it were alive"),
         ]
     )

@@ -49,6 +49,8 @@ def test_a_job_from_plan_to_report(zg, trained, tmp_path):
     page = zg("run", trained, "--block", "3")
     assert "block 3: 12 steps on cached targets" in page.out
     assert page.err == ""
+    assert "0 B of it left the block" in page.out
+    assert zg("launch", trained).out.count("done before") == 4
     shown = zg("status", trained)
     assert shown.out.count("done") == 4
     assert shown.out.splitlines()[1].split()[:5] == ["0", "done", "12", "of", "12"]
@@ -61,7 +63,7 @@ def test_a_job_from_plan_to_report(zg, trained, tmp_path):
     assert zg("assemble", trained, "--relay", "--json").json["relay"] is True
     assert "the student's" in zg("relay", trained, "--steps", "3").out
     assert zg("economics", trained, "--json").json["all"]["wall"]["cache"] > 0
-    assert "T(16)" in zg("economics", trained).out
+    assert "T(K): what one of K trainings costs" in zg("economics", trained).out
     assert zg("report", trained, "--output", tmp_path / "report.html", "--json").json["bytes"] > 1000
     left = {path.name for path in load_job(trained).output.rglob("*") if path.is_file()}
     assert {"checkpoint.pt", "private.json", "relay.json"} <= left
