@@ -14,6 +14,7 @@ LEFT: Final = 62
 RIGHT: Final = 14
 TOP: Final = 34
 BOTTOM: Final = 44
+_ROW: Final = 16  # of the legend
 COLOURS: Final = ("#2f6fde", "#e0792b", "#2a9d6f", "#b2459b", "#7a6ff0", "#c2362b", "#4b9fb8", "#8a7a3c")
 INK: Final = "#5f6b7a"
 FAINT: Final = "#e3e7ec"
@@ -64,7 +65,9 @@ def plot(
         width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
         return round(LEFT + across.fraction(a) * width, 1), round(TOP + (1 - up.fraction(b)) * height, 1)
 
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="system-ui,sans-serif" font-size="11.5">']
+    legend, above = _legend([line.name for line, _ in drawn], [line.dashed for line, _ in drawn])
+    box = f'viewBox="0 {-above} {WIDTH} {HEIGHT + above}"'
+    parts = [f'<svg {box} role="img" font-family="system-ui,sans-serif" font-size="11.5">']
     parts += _frame(across, up, place, x=x, y=y, whole_x=whole_x)
     if mark is not None and across.low <= mark <= across.high:
         at = place(mark, up.low)[0]
@@ -74,8 +77,7 @@ def plot(
         parts.append(f'<text x="{at + 5}" y="{HEIGHT - BOTTOM - 8}" fill="#1a7f4b">pays from K = {mark:g}</text>')
     for number, (line, points) in enumerate(drawn):
         parts += _drawn(line, [place(a, b) for a, b in points if b is not None], COLOURS[number % len(COLOURS)])
-    parts += _legend([line.name for line, _ in drawn], [line.dashed for line, _ in drawn])
-    return "".join([*parts, "</svg>"])
+    return "".join([*parts, *legend, "</svg>"])
 
 
 def _drawable(value: float | None, *, log: bool) -> bool:
@@ -154,14 +156,22 @@ def _drawn(line: Line, points: Sequence[tuple[float, float]], colour: str) -> li
     return parts
 
 
-def _legend(names: Sequence[str], dashed: Sequence[bool]) -> list[str]:
-    at, parts = float(LEFT), []
-    for number, (name, dash) in enumerate(zip(names, dashed, strict=True)):
+def _legend(names: Sequence[str], dashed: Sequence[bool]) -> tuple[list[str], int]:
+    """Its parts, and how far it stands out above the picture: rows upwards, for as many names as there are."""
+    at, rows, places = float(LEFT), 0, []
+    for name in names:
+        width = 38 + 5.6 * len(name)
+        if at > LEFT and at + width > WIDTH:
+            at, rows = float(LEFT), rows + 1
+        places.append((at, rows))
+        at += width
+    parts = []
+    for number, (name, dash, (x, row)) in enumerate(zip(names, dashed, places, strict=True)):
+        y = 14 - _ROW * (rows - row)
         colour, pattern = COLOURS[number % len(COLOURS)], ' stroke-dasharray="5 3"' if dash else ""
-        parts.append(f'<line x1="{at}" x2="{at + 16}" y1="14" y2="14" stroke="{colour}" stroke-width="2.4"{pattern}/>')
-        parts.append(f'<text x="{at + 21}" y="18" fill="{INK}">{escape(name)}</text>')
-        at += 38 + 5.6 * len(name)
-    return parts
+        parts.append(f'<line x1="{x}" x2="{x + 16}" y1="{y}" y2="{y}" stroke="{colour}" stroke-width="2.4"{pattern}/>')
+        parts.append(f'<text x="{x + 21}" y="{y + 4}" fill="{INK}">{escape(name)}</text>')
+    return parts, _ROW * rows
 
 
 def _number(value: float) -> str:

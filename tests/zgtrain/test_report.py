@@ -124,6 +124,19 @@ def test_a_plot_leaves_out_what_is_no_number():
     assert "pays from K = 2" in plot([Line("a", [(1, 5.0), (4, 5.0)])], x="K", y="s", mark=2)
 
 
+def test_a_legend_of_many_names_has_rows_within_the_picture():
+    names = [f"a line of name {number}" for number in range(9)]
+    svg = plot([Line(name, [(0, 1.0), (1, 2.0)]) for name in names], x="x", y="y")
+    (top, width, height) = map(float, re.findall(r'viewBox="0 (\S+) (\S+) (\S+)"', svg)[0])
+    places = {
+        name: (float(x), float(y)) for x, y, name in re.findall(r'<text x="(\S+)" y="(\S+)" fill="\S+">([^<]+)<', svg)
+    }
+    assert set(names) <= set(places)
+    assert all(places[name][0] + 5.6 * len(name) <= width and top < places[name][1] < 34 for name in names)
+    assert len({places[name] for name in names}) == 9
+    assert top + height == 300
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt install chromium)")
 def test_a_browser_shows_it_whole(page, tmp_path):
     picture = tmp_path / "page.png"
