@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from made import RECIPE, blob_of, publish
 
+from zgstore.cli.diff import _cell
 from zgstore.format.manifest import Column
 
 
@@ -143,8 +144,15 @@ def test_diff_names_the_pins_that_differ(store, zg):
     assert [pin["field"] for pin in found["pins"]] == ["capture.boundaries"]
     assert found["columns"]["added"] == ["model.layers.7:in"]
     page = zg("diff", "main", "other").out
-    assert "capture.boundaries" in page
+    line = next(line for line in page.splitlines() if line.startswith("capture.boundaries"))
+    assert line.split("  ")[1:] == ["only model.layers.0:in, model.layers.1:in", "only model.layers.7:in"]
     assert "added: model.layers.7:in" in page
+
+
+def test_diff_shows_a_list_of_which_only_the_order_differs_whole():
+    assert [_cell(a, b) for a, b in ((["x", "y"], ["y", "x"]), (["x"], ["x", "y"]), (["x", "y"], ["x"]))] == [
+        "x, y", "", "only y"
+    ]  # fmt: skip
 
 
 def test_du_counts_what_is_own_and_what_is_shared(store, zg):

@@ -10,7 +10,7 @@ import typer
 from zgstore.cli.arguments import Rev
 from zgstore.cli.console import Answer, Block, Facts, Line, Rows
 from zgstore.cli.session import session_of
-from zgstore.cli.units import listing, short, size_text
+from zgstore.cli.units import listing, see_count, short, size_text
 from zgstore.errors import Invalid
 from zgstore.upkeep import differ
 
@@ -30,8 +30,7 @@ def diff(
     """Compare them."""
     if samples is not None and not values:
         raise Invalid("--samples says how many rows' values to compare", hint="add --values")
-    if samples is not None and samples < 1:
-        raise Invalid(f"{samples} rows are none", hint="give --samples at least 1")
+    see_count(samples, "rows", "--samples")
     session = session_of(ctx)
     store = session.store()
     digests = session.resolve(store, a), session.resolve(store, b)
@@ -51,7 +50,10 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
             yield Line("")
             yield Rows(
                 (title.upper(), "A", "B"),
-                [(change["field"], _cell(change["a"]), _cell(change["b"])) for change in changes],
+                [
+                    (change["field"], _cell(change["a"], change["b"]), _cell(change["b"], change["a"]))
+                    for change in changes
+                ],
                 shrink=(1, 2, 0),
             )
     yield Line("")
@@ -80,7 +82,7 @@ def _view_values(value: dict[str, Any]) -> Iterator[Block]:
         return
     yield Line("")
     yield Rows(
-        ("COLUMN", "MAX ABS", "MEAN ABS", "REL L2", "COS MIN", "COS MEAN", "FIRST"),
+        ("COLUMN", "MAX ABS", "MEAN ABS", "REL L2", "COS MIN", "COS MEAN", "FIRST ROW"),
         [
             (
                 name, *(_number(found[key]) for key in ("max_abs", "mean_abs", "rel_l2", "cos_min", "cos_mean")),
@@ -102,7 +104,12 @@ def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, other: Any) -> str:
+    """One side of a change; of two lists, what only this one has, unless they differ in their order alone."""
     if value is None:
         return "none"
-    return short(value)
+    if not isinstance(value, list):
+        return short(value)
+    own = [item for item in value if item not in other] if isinstance(other, list) else []
+    differ = isinstance(other, list) and sorted(map(str, value)) != sorted(map(str, other))
+    return f"only {', '.join(map(short, own))}" if own else "" if differ else ", ".join(map(short, value))

@@ -10,8 +10,7 @@ import typer
 from zgstore.cli.arguments import Recipe
 from zgstore.cli.console import Answer, Block, Facts, Line, Rows
 from zgstore.cli.session import session_of
-from zgstore.cli.units import size_text
-from zgstore.errors import Invalid
+from zgstore.cli.units import see_count, size_text
 
 
 def estimate(
@@ -23,8 +22,7 @@ def estimate(
     ] = None,
 ) -> Answer:
     """Look at the inputs and at the shapes."""
-    if limit is not None and limit < 1:
-        raise Invalid(f"{limit} rows are none", hint="give --limit at least 1")
+    see_count(limit, "rows", "--limit")
     store = session_of(ctx).store()
     from zgstore.building import estimator  # noqa: PLC0415 - loads torch, which the help need not
 
@@ -40,11 +38,12 @@ _HOW = {
 
 def _view(value: dict[str, Any]) -> Iterator[Block]:
     sizes = {name: size_text(size) for name, size in value["bytes"].items()}
+    new = f"at most {sizes['new']} new" if value["bytes"]["new"] else "nothing new"
     yield Facts(
         [
             ("samples", value["samples"]),
             ("shards", value["shards"]),
-            ("size", f"at most {sizes['new']} new of {sizes['total']}; equal bytes are stored once"),
+            ("size", f"{new} of {sizes['total']}; equal bytes are stored once"),
             ("free", sizes["free"]),
             ("teacher", _HOW[value["teacher"]]),
             ("advice", f"batches_per_shard = {value['batches_per_shard']} makes blobs of about 32 MiB"),
