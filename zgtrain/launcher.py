@@ -223,6 +223,8 @@ def launch(
     """
     began = time.monotonic()
     refuse_source(source)
+    if retries is not None and retries < 0:
+        raise zgstore.Invalid(f"{retries} further attempts are none", hint="say 0 or more after --retries")
     if follow is not None and job.train.order == "shuffled":
         raise zgstore.Invalid(
             "a build is followed in its own order, and train.order is 'shuffled'",

@@ -23,6 +23,21 @@ def test_what_is_no_duration_is_refused(text):
         units.parse_duration(text)
 
 
+@pytest.mark.parametrize("text", ["5219w", "9" * 400, "9" * 400 + "d"])
+def test_a_duration_that_nobody_lives_to_see_is_refused(text):
+    assert units.parse_duration("5217w") == 5217 * 604800
+    with pytest.raises(Invalid, match="longer than a century"):
+        units.parse_duration(text)
+
+
+def test_a_count_is_some_and_no_more_than_there_can_be():
+    units.see_count(None, "rows", "--limit")
+    units.see_count(1, "rows", "--limit")
+    for count, said in ((0, "0 rows are none"), (-3, "-3 rows are none"), (10**18, "--limit is more rows")):
+        with pytest.raises(Invalid, match=said):
+            units.see_count(count, "rows", "--limit")
+
+
 def test_a_part_counts_from_where_it_says():
     assert units.parse_part("3/20", first=1) == (3, 20)
     assert units.parse_part("0/2", first=0) == (0, 2)

@@ -232,6 +232,11 @@ def test_a_shuffled_job_cannot_follow(tmp_path):
     assert "sequential-first" in caught.value.hint
 
 
+def test_fewer_attempts_than_none_are_refused(tmp_path):
+    with pytest.raises(zgstore.Invalid, match="-1 further attempts are none"):
+        launch(load_job(make_job(tmp_path)), retries=-1)
+
+
 def test_a_build_that_fails_is_named(tmp_path):
     path = make_job(tmp_path, train='order = "sequential"')
     job = load_job(path)

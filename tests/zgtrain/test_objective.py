@@ -111,7 +111,7 @@ def test_sums_over_counts_of_micro_batches_add_up_to_the_whole_batch():
 
 
 def test_what_an_objective_lacks_is_named():
-    with pytest.raises(zgstore.Invalid, match="loss.name is 'mae'"):
+    with pytest.raises(zgstore.Invalid, match=r"loss\.name is 'mae'"):
         make_objective("mae")
     with pytest.raises(zgstore.Invalid, match="interface"):
         make_objective(LossSpec(token_ce=1.0))

@@ -12,7 +12,7 @@ import typer
 from zgstore.cli.arguments import Recipe
 from zgstore.cli.console import Answer, Block, Facts, Line, Progress, Rows
 from zgstore.cli.session import Session, session_of
-from zgstore.cli.units import duration_text, listing, parse_list, parse_part, short, size_text
+from zgstore.cli.units import duration_text, listing, parse_list, parse_part, see_count, short, size_text
 from zgstore.cli.verify import failure, look
 from zgstore.errors import Invalid
 
@@ -59,8 +59,7 @@ def build(
     """Build it."""
     if ref is not None and no_ref:
         raise Invalid("--ref and --no-ref exclude each other", hint="give one of them")
-    if limit is not None and limit < 1:
-        raise Invalid(f"{limit} rows are none", hint="give --limit at least 1")
+    see_count(limit, "rows", "--limit")
     share = None if worker is None else _share(worker, os.environ)
     session = session_of(ctx)
     store = session.store()

@@ -7,11 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from zgstore.building.sections import MAX_COUNT
 from zgstore.errors import Invalid
 from zgstore.format.digest import SHORT_DIGITS
 
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
 _SECONDS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_CENTURY_SECONDS: Final = 36525 * 86400
 _PREFIX: Final = "blake3:"
 _STEPS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -25,7 +27,22 @@ def parse_duration(text: str) -> float:
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None:
         raise Invalid(f"{text!r} is not a duration", hint="write it as 30s, 10m, 24h or 7d")
-    return float(match[1]) * _SECONDS[match[2]]
+    seconds = float(match[1]) * _SECONDS[match[2]]
+    if seconds > _CENTURY_SECONDS:
+        raise Invalid(f"{text!r:.40} is longer than a century", hint="write it as 30s, 10m, 24h or 7d")
+    return seconds
+
+
+def see_count(count: int | None, what: str, option: str) -> None:
+    """See that what an option counts, if it was given, is some and not more than there can be.
+
+    Raises:
+        Invalid: if it is not.
+    """
+    if count is not None and count < 1:
+        raise Invalid(f"{count} {what} are none", hint=f"give {option} at least 1")
+    if count is not None and count > MAX_COUNT:
+        raise Invalid(f"{option} is more {what} than there can be", hint=f"give at most {MAX_COUNT}")
 
 
 def parse_part(text: str, *, first: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from zgstore.building import lockfile
 from zgstore.cli.arguments import Revs, complete_recipe
 from zgstore.cli.console import Answer, Block, Facts, Line, summary
 from zgstore.cli.session import Session, session_of
-from zgstore.cli.units import duration_text, listing, parse_part, plural, short
+from zgstore.cli.units import duration_text, listing, parse_part, plural, see_count, short
 from zgstore.errors import Corrupt, Invalid, Missing, NotFound, Refused, ZgError
 from zgstore.format.digest import Digest
 from zgstore.format.fields import all_u64
@@ -135,8 +135,7 @@ def _see_sense(
 ) -> None:
     if quick and new:
         raise Invalid("--quick reads no blob, and --new is about which to read", hint="give one of them")
-    if recompute is not None and recompute < 1:
-        raise Invalid(f"{recompute} shards are none", hint="give --recompute at least 1")
+    see_count(recompute, "shards", "--recompute")
     if recompute is not None and recipe is None:
         raise Invalid("--recompute runs the teacher", hint="say which: --recipe RECIPE")
     if repair and recipe is None and source is None:
