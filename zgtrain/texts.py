@@ -43,8 +43,7 @@ class TokenBatches:
         batch_size: int,
         pins: Mapping[str, Any],
     ) -> None:
-        if batch_size < 1:
-            raise zgstore.Invalid(f"batch_size is {batch_size}", hint="at least 1")
+        _see_whole(1, batch_size=batch_size)
         self.pins = dict(pins)
         self._tokenizer = tokenizer
         self._batch_size = batch_size
@@ -108,8 +107,8 @@ def text_batches(
     Raises:
         zgstore.Invalid: if a file cannot be read as said, or the texts hold fewer rows than asked for.
     """
-    if length < 1:
-        raise zgstore.Invalid(f"length is {length}", hint="at least 1")
+    _see_whole(1, length=length, rows=rows)
+    _see_whole(0, skip=skip)
     tokens = load_tokenizer(tokenizer)
     places = _places(files)
 
@@ -159,6 +158,7 @@ def chat_batches(
     Raises:
         zgstore.Invalid: if a line is no conversation, or the tokenizer has no chat template.
     """
+    _see_whole(1, max_length=max_length, rows=rows)
     tokens = load_tokenizer(tokenizer)
     if not tokens.chat_template:
         raise zgstore.Invalid(f"the tokenizer of {tokenizer!r} has no chat template", hint="use text_batches")
@@ -178,6 +178,13 @@ def chat_batches(
         "assistant_only": assistant_only,
     }
     return TokenBatches(stream, tokenizer=tokens, batch_size=batch_size, pins=pins)
+
+
+def _see_whole(least: int, **numbers: int | None) -> None:
+    """See that what counts something is a whole number, and not too small; None is not said. Raises Invalid."""
+    for name, number in numbers.items():
+        if number is not None and (type(number) is not int or number < least):
+            raise zgstore.Invalid(f"{name} is {number!r:.80}", hint=f"give a whole number, at least {least}")
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

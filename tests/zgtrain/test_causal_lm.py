@@ -196,6 +196,18 @@ def test_asking_for_more_rows_than_the_texts_hold_is_an_error(model_folder, text
         list(text_batches([text_file], tokenizer=model_folder, batch_size=4, length=10, rows=99))
 
 
+@pytest.mark.parametrize(
+    "said", [{"rows": -5}, {"rows": 0}, {"skip": -2}, {"length": 0}, {"batch_size": 0}, {"length": "9"}]
+)
+def test_what_counts_no_rows_or_tokens_is_named(model_folder, text_file, said):
+    (name,) = said
+    with pytest.raises(zgstore.Invalid, match=f"^{name} is ") as caught:
+        text_batches([text_file], tokenizer=model_folder, **{"batch_size": 4, "length": 10, **said})
+    assert "a whole number, at least" in caught.value.hint
+    with pytest.raises(zgstore.Invalid, match="max_length is 0"):
+        chat_batches([text_file], tokenizer=model_folder, batch_size=2, max_length=0)
+
+
 def test_a_tokenizer_changed_under_the_same_name_changes_its_pin(tmp_path, text_file):
     def pin(**kwargs):
         config = transformers.LlamaConfig(vocab_size=len(WORDS))
