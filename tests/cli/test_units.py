@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zgstore.cli import units
-from zgstore.cli.console import Facts, Rows, _lay_out, progress_text
+from zgstore.cli.console import Facts, Line, Rows, _lay_out, progress_text
 from zgstore.errors import Invalid
 
 
@@ -85,6 +85,20 @@ def test_a_table_fits_its_page():
     rows = Rows(("NAME", "SIZE"), [("n" * 200, "1 B"), ("short", "20 GiB")], right=(1,))
     assert {len(text) for text, _ in _lay_out(rows, 80)} == {80}
     assert max(len(text) for text, _ in _lay_out(rows, None)) == 208
+
+
+def test_a_table_of_many_numbers_stands_closer_before_it_is_wider_than_its_page():
+    rows = Rows(tuple(f"T({at:>5})" for at in range(9)), [("1 m 56 s",) * 9])
+    assert {len(text) for text, _ in _lay_out(rows, 80)} == {80}
+    assert {len(text) for text, _ in _lay_out(rows, 100)} == {88}
+
+
+def test_a_long_line_is_wrapped_between_words_and_keeps_its_indent():
+    lines = [text for text, _ in _lay_out(Line("  do     run " + "again " * 20), 80)]
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("  do     run again")
+    assert lines[1].startswith("  again again")
+    assert _lay_out(Line("word " * 40), None) == [("word " * 40, ())]
 
 
 def test_a_long_fact_is_wrapped_and_a_digest_never_broken():

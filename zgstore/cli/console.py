@@ -194,11 +194,21 @@ _Styled = tuple[str, tuple[tuple[int, int, str], ...]]
 
 def _lay_out(block: Block, width: int | None) -> list[_Styled]:
     if isinstance(block, Line):
-        text = printable(block.text)
-        return [(text, ((0, len(text), block.style),) if block.style else ())]
+        return _lay_out_line(block, width)
     if isinstance(block, Facts):
         return _lay_out_facts(block, width)
     return _lay_out_rows(block, width)
+
+
+def _lay_out_line(block: Line, width: int | None) -> list[_Styled]:
+    text = printable(block.text)
+    indent = text[: len(text) - len(text.lstrip())]
+    parts = [text]
+    if width is not None and len(text) > width:
+        parts = textwrap.wrap(
+            text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )  # fmt: skip
+    return [(part, ((0, len(part), block.style),) if block.style else ()) for part in parts]
 
 
 def _lay_out_facts(block: Facts, width: int | None) -> list[_Styled]:
@@ -217,15 +227,17 @@ def _lay_out_facts(block: Facts, width: int | None) -> list[_Styled]:
 def _lay_out_rows(block: Rows, width: int | None) -> list[_Styled]:
     cells = [[printable("" if cell is None else cell) for cell in row] for row in block.rows]
     widths = [max(map(len, column)) for column in zip(block.heads, *cells, strict=True)]
+    gap = _GAP
     if width is not None:
         over = sum(widths) + _GAP * (len(widths) - 1) - width
         for at in block.shrink:
             give = max(0, min(over, widths[at] - max(_NARROWEST, len(block.heads[at]))))
             widths[at] -= give
             over -= give
+        gap = _GAP if over <= 0 else 1
 
     def line(row: Sequence[str]) -> str:
-        return (" " * _GAP).join(
+        return (" " * gap).join(
             f"{middle(cell, wide):>{wide}}" if at in block.right else f"{middle(cell, wide):<{wide}}"
             for at, (cell, wide) in enumerate(zip(row, widths, strict=True))
         )
