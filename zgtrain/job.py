@@ -547,18 +547,21 @@ def _optimizer(train: Section) -> OptimizerSpec:
     rate = section.number("lr", default=1e-4, within=_RATE, off=True)
     refuse_overshoot(section, "weight_decay", rate)
     if name == "adamw":
-        _see_adamw(section)
+        options.update(_betas(section))
+        section.number("eps", default=1e-8, within=(1e-30, 1.0))
     else:
         _see_sgd(section)
     section.done()
     return OptimizerSpec(str(name), options)
 
 
-def _see_adamw(section: Section) -> None:
+def _betas(section: Section) -> dict[str, list[float]]:
+    if not section.has("betas"):
+        return {}
     betas = section.take("betas", list, default=[0.9, 0.999])
     if len(betas) != 2 or not all(type(beta) in {int, float} and _DECAY[0] <= beta <= _DECAY[1] for beta in betas):
         section.fail("betas", f"is {betas!r:.80}", f"give two numbers, each at least 0 and at most {_DECAY[1]}")
-    section.number("eps", default=1e-8, within=(1e-30, 1.0))
+    return {"betas": [float(beta) for beta in betas]}  # torch takes no whole numbers
 
 
 def _see_sgd(section: Section) -> None:

@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
 
 import zgstore
 from zgtrain.job import BlockLaunch, GradientSpec, load_job
+from zgtrain.optimizing import make_optimizer
 
 JOB = """
 output = "runs/student"
@@ -152,7 +155,8 @@ def test_what_people_set_is_within_the_bounds(read):
         "train.gradient={epsilon=1e-5}", "train.gradient={epsilon=1}", "train.seed=9223372036854775807",
         'train.schedule={name="cosine",final=1}', "launch.retries=0", "train.workers=0",
     ):  # fmt: skip
-        read(JOB, 'train.forward="my.zero:forward"', said)
+        job = read(JOB, 'train.forward="my.zero:forward"', said)
+        make_optimizer(job.train.optimizer, [nn.Parameter(torch.zeros(1))])  # torch takes it too
 
 
 def test_a_name_alone_stands_for_its_table(read):
