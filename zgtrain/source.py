@@ -261,7 +261,9 @@ def _need(reader: zgstore.Reader, *columns: str) -> None:
     lacking = [name for name in columns if name not in reader.columns]
     if lacking:
         raise zgstore.Invalid(
-            f"the reader has no column {lacking[0]!r}", hint=f"open it with both boundaries; it has {reader.columns}"
+            f"the reader has no column {lacking[0]!r}" if lacking[0] else "no source or no target was named",
+            hint=f"name two of the reader's columns as source and target: {', '.join(reader.columns)}; "
+            "zgstore.read(…, columns=[…]) reads others",
         )
 
 

@@ -46,6 +46,9 @@ def test_columns_come_in_the_order_asked_for_and_describe_themselves(dense_store
         assert reader.data_digest == dense_store.data
     with pytest.raises(Invalid, match=r"h\.9"):
         read(dense_store.store, "main", columns=["h.9"])
+    with pytest.raises(Invalid, match="one text") as caught:
+        read(dense_store.store, "main", columns="h.0")
+    assert caught.value.hint == "give a list: columns=['h.0']"
 
 
 @pytest.mark.parametrize("rows", [[3, 16, 4], [0, 1, 2, 3, 4, 5], [17, 0], [5, 5], [], [-1, 2]])

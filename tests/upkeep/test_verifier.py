@@ -86,6 +86,8 @@ def test_named_revs_alone_are_examined(store):
     assert [problem.refs for problem in verify(store, ["a", "b"])] == [("b",)]
     with pytest.raises(NotFound):
         verify(store, ["c"])
+    with pytest.raises(Invalid, match="one text"):
+        verify(store, "a")
 
 
 def test_each_problem_names_what_it_hurts_and_what_mends_it(store):

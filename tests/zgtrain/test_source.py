@@ -162,5 +162,9 @@ def test_held_out_rows_are_the_first_and_must_leave_some(tmp_path):
 
 
 def test_a_reader_without_a_boundary_is_refused(tmp_path):
+    reader = zgstore.read(written(tmp_path), "main")
     with pytest.raises(zgstore.Invalid, match="h\\.7"):
-        cached(zgstore.read(written(tmp_path), "main"), "h.0", "h.7")
+        cached(reader, "h.0", "h.7")
+    with pytest.raises(zgstore.Invalid, match="no source or no target was named") as caught:
+        cached(reader, "", "")
+    assert "source and target: h.0, " in caught.value.hint

@@ -18,6 +18,7 @@ from zgstore.reading.layouts import auxiliaries
 from zgstore.reading.reader import Closing, Reader, Verify, plain_reader
 from zgstore.storage import partials
 from zgstore.storage.leases import Lease
+from zgstore.storage.naming import refuse_text
 from zgstore.storage.objects import Stat
 from zgstore.storage.store import Store
 
@@ -48,11 +49,12 @@ def read(
 
     Raises:
         NotFound: if nothing is named so.
-        Invalid: if the snapshot has no such column.
+        Invalid: if the snapshot has no such column, or one text is given for them all.
         Missing: naming blobs that are not there.
         Partial: if the store has only a part of the snapshot, without a wanted column.
         Corrupt: if a blob has another size than it should; with ``open``, if one has other bytes.
     """
+    refuse_text(columns, "columns")
     if isinstance(rev, str):
         rev = lockfile.resolve(rev, near or Path.cwd())
     lease = store.leases.try_take("read")
@@ -80,6 +82,7 @@ def follow(store: Store, build: str, columns: Sequence[str] | None = None, *, ve
         NotFound: if there is no such build.
         Invalid: if it makes no such column.
     """
+    refuse_text(columns, "columns")
     lease = store.leases.try_take("follow")
     try:
         grown = store.memos.build(build)

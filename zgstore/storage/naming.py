@@ -49,6 +49,16 @@ def is_name(name: str) -> bool:
     return True
 
 
+def refuse_text(names: object, what: str) -> None:
+    """Refuse one text in the place of several: its letters would be taken for them.
+
+    Raises:
+        Invalid: if it is one.
+    """
+    if isinstance(names, str):
+        raise Invalid(f"{what} is {names[:140]!r}, one text", hint=f"give a list: {what}=[{names[:140]!r}]")
+
+
 def check_clashes(name: str, others: Iterable[str], what: str = "ref") -> None:
     """Refuse a name that differs from another by case alone, or is a prefix of it or has it as one.
 

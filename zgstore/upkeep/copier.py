@@ -15,6 +15,7 @@ from zgstore.format.fields import all_digests
 from zgstore.format.manifest import Snapshot
 from zgstore.format.pages import Blob
 from zgstore.storage import partials
+from zgstore.storage.naming import refuse_text
 from zgstore.storage.store import ANY, Session, Store
 
 PIECE_BYTES: Final = 1 << 20
@@ -182,9 +183,10 @@ def columns_here(
     """The chosen columns in the snapshot's order, None for all of them; of a part, those that are here.
 
     Raises:
-        Invalid: for a column that the snapshot has not.
+        Invalid: for a column that the snapshot has not, or one text for them all.
         Partial: for one that it has, and this store has not.
     """
+    refuse_text(columns, "columns")
     here = partials.expected(store.path, digest)
     names = [column.name for column in snapshot.columns]
     wanted = set(names if columns is None else [snapshot.column(name)[1].name for name in columns])

@@ -14,6 +14,7 @@ from zgstore.format.fields import all_digests, all_u64, unpack_u64
 from zgstore.format.manifest import Column, Constant, Record, Snapshot
 from zgstore.format.pages import Dropped, LeafPage, RootPage, RowsPage, RowsRoot
 from zgstore.storage import partials
+from zgstore.storage.naming import refuse_text
 from zgstore.storage.objects import Stat
 from zgstore.storage.refs import KINDS, Break, Ref
 from zgstore.storage.store import Store
@@ -107,6 +108,7 @@ class Survey:
     """
 
     def __init__(self, store: Store, revs: Sequence[str | Digest] | None) -> None:
+        refuse_text(revs, "revs")
         self.store = store
         self.faults: list[Fault] = []
         self.verified: list[Verified] = []
