@@ -8,6 +8,7 @@ import pytest
 from pruned import make_pruned, trained
 
 import zgstore
+from zgstore.cli.console import _lay_out
 from zgtrain import assemble, load_job
 from zgtrain.cli.evaluate import view
 from zgtrain.evaluator import evaluate
@@ -38,9 +39,13 @@ def test_every_gate_speaks_and_the_result_lies_beside_the_blocks(job, judged):
 
 
 def test_the_page_names_every_measure_of_every_gate(judged):
-    (gates,) = [block.rows for block in view(judged.as_value()) if getattr(block, "heads", ("",))[0] == "GATE"]
-    assert [row[0] for row in gates if row[0]] == [gate.name for gate in judged.gates]
-    assert [row[1] for row in gates] == [measure.name for gate in judged.gates for measure in gate.measures]
+    lines = [text.rstrip() for block in view(judged.as_value()) for text, _ in _lay_out(block, 80)]
+    assert max(map(len, lines)) <= 80
+    for gate in judged.gates:
+        at = lines.index(gate.name)
+        for measure, line in zip(gate.measures, lines[at + 1 :], strict=False):
+            assert line.startswith(f"  {measure.name}  ")  # whole, on a terminal of 80 columns
+            assert line.endswith("passed" if measure.passes else "failed")
 
 
 def test_a_student_is_written_without_a_word(job, tmp_path, capfd):

@@ -54,19 +54,13 @@ def view(value: dict[str, Any]) -> Iterator[Block]:
     )
     yield Line("")
     yield Rows(
-        ("GATE", "MEASURE", "NUMBER", "", "THRESHOLD", "VERDICT"),
-        [
-            (
-                gate["name"] if at == 0 else "", each["name"], _number(each["number"]), each["relation"],
-                _number(each["threshold"]), "passed" if each["passes"] else "failed",
-            )
-            for gate in value["gates"]
-            for at, each in enumerate(gate["measures"])
-        ],
-        right=(2, 4), shrink=(1,),
-    )  # fmt: skip
+        ("GATE, AND ITS MEASURES", "NUMBER", "WANTED", "VERDICT"),
+        [row for gate in value["gates"] for row in _gate_rows(gate)],
+        right=(1,),
+    )
     if value["boundaries"]:
         yield Line("")
+        yield Line("relative error of states: fed the teacher's, left by predecessors, assembled")
         yield Rows(
             ("BLOCK", "ON THE TEACHER'S", "OF PREDECESSORS", "ASSEMBLED"),
             [
@@ -81,6 +75,14 @@ def view(value: dict[str, Any]) -> Iterator[Block]:
             ],
             right=(0, 1, 2, 3), shrink=(),
         )  # fmt: skip
+
+
+def _gate_rows(gate: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The gate's name, and below it each measure: side by side they are wider than a terminal."""
+    yield gate["name"], "", "", ""
+    for each in gate["measures"]:
+        wanted = f"{each['relation']} {_number(each['threshold'])}"
+        yield f"  {each['name']}", _number(each["number"]), wanted, "passed" if each["passes"] else "failed"
 
 
 def _quality(value: dict[str, Any]) -> str:
