@@ -17,7 +17,8 @@ main{max-width:1120px;margin:0 auto;padding:36px 28px 60px}
 h1{font-size:26px;margin:0 0 4px;letter-spacing:-.01em}h2{font-size:17px;margin:0 0 12px}
 h3{font-size:13px;margin:0 0 6px;color:var(--soft);font-weight:600}p{margin:0 0 10px}.soft{color:var(--soft)}
 table+p{margin-top:12px}
-section{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:20px 22px;margin-top:18px}
+section{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:20px 22px;
+margin-top:18px;overflow-x:auto}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(132px,1fr));gap:12px;margin-top:20px}
 .tile{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 14px}
 .tile b{display:block;font-size:19px;font-weight:600;letter-spacing:-.01em}.tile span{color:var(--soft);font-size:13px}
@@ -25,7 +26,7 @@ section{background:var(--card);border:1px solid var(--line);border-radius:10px;p
 table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 th{font-weight:600;color:var(--soft);text-align:left;font-size:13px}
 th,td{padding:5px 16px 5px 0;border-bottom:1px solid var(--line)}
-tr:last-child td{border-bottom:0}td.n,th.n{text-align:right}
+tr:last-child td{border-bottom:0}td.n,th.n{text-align:right}td.n{white-space:nowrap}
 code{font:12.5px ui-monospace,SFMono-Regular,Menlo,monospace;word-break:break-all}
 .pass,.fail{font-weight:600}.pass{color:var(--good)}.fail{color:var(--bad)}
 svg{width:100%;height:auto;display:block}
