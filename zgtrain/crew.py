@@ -17,6 +17,7 @@ from typing import IO, Any, Final
 import zgstore
 from zgtrain.blockreport import finished
 from zgtrain.blocks import boundaries_among, boundaries_of, refuse_shared, resolve_snapshot
+from zgtrain.files import opened
 from zgtrain.job import Job
 from zgtrain.source import LIVE
 
@@ -181,12 +182,15 @@ class Crew:
         words += [word for text in self.job.overrides for word in ("--set", text)]
         words += ["--device", run.device] if run.device else []
         words += ["--follow", "--build", self._build_id] if self._build_id else ["--source", self.source]
-        folder = self.job.folder(run.block)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / ERRORS).open("ab") as errors:
-            self._children[slot] = started(["zgtrain", *words], errors)
+        run.attempts += 1
+        try:
+            with talk_of(self.job.folder(run.block) / ERRORS) as errors:
+                self._children[slot] = started(["zgtrain", *words], errors)
+        except zgstore.ZgError as error:
+            run.state, run.error = FAILED, _value(error)
+            return
         self._at[slot] = run.block
-        run.state, run.attempts, run.error = RUNNING, run.attempts + 1, None
+        run.state, run.error = RUNNING, None
 
     def _ended(self, run: BlockRun, child: Child) -> None:
         value = child.answer()
@@ -216,8 +220,7 @@ class Crew:
         rev = self.job.snapshot.rev
         if not rev.startswith("lock:") and not set(rev) & set("@:"):
             words += ["--ref", rev]
-        self.job.output.mkdir(parents=True, exist_ok=True)
-        with (self.job.output / "build.log").open("ab") as errors:
+        with talk_of(self.job.output / "build.log") as errors:
             self._build = started(words, errors)
         self._build_id = ""
         self._build_attempts += 1
@@ -280,6 +283,19 @@ def as_error(value: Mapping[str, Any], message: str, **fields: Any) -> zgstore.Z
     kind = next((each for each in _ERRORS if each.kind == value.get("kind")), zgstore.Transient)
     again = "run the same launch again: what is done stays, the rest resumes"
     return kind(message, hint=str(value.get("hint") or again), **fields)
+
+
+def talk_of(log: Path) -> IO[bytes]:
+    """The file, at its end, that a process writes its standard error to; its folder is made.
+
+    Raises:
+        zgstore.Corrupt: if something that is no file has its name.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = opened(log, remedy="remove it: a new one is begun", flags=os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    assert file is not None  # it was made
+    file.seek(0, os.SEEK_END)
+    return file
 
 
 def cause(log: Path, begin: int) -> dict[str, Any] | None:

@@ -76,7 +76,7 @@ def _together(session: Session, processes: int, folder: Path, block: int) -> dic
     Raises:
         zgstore.ZgError: what they failed of.
     """
-    from zgtrain.crew import ERRORS, Child, as_error, cause, started  # noqa: PLC0415 - loads torch
+    from zgtrain.crew import ERRORS, Child, as_error, cause, started, talk_of  # noqa: PLC0415 - loads torch
 
     words = [word for word in sys.argv[1:] if word not in {"--quiet", "-q", "--json"}]
     torchrun = ["torchrun", "--standalone", f"--nproc-per-node={processes}", "-m", "zgtrain.cli.main"]
@@ -87,8 +87,7 @@ def _together(session: Session, processes: int, folder: Path, block: int) -> dic
         for each in child:
             each.terminate()
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with session.stops_by(end, saves=True), (folder / ERRORS).open("ab") as errors:
+    with session.stops_by(end, saves=True), talk_of(folder / ERRORS) as errors:
         begin = errors.tell()
         child.append(started([*torchrun, *words, "--json", "--quiet"], errors))
         while True:

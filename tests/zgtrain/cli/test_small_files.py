@@ -129,6 +129,15 @@ def test_one_damaged_report_stops_no_other_block(place):
     assert read_report(load_job(place / "job.toml"), 1).steps == 7
 
 
+def test_a_block_whose_log_cannot_be_begun_stops_no_other(place):
+    shutil.rmtree(place / "out")
+    (place / "out" / "block-000").mkdir(parents=True)
+    os.mkfifo(place / "out" / "block-000" / "stderr.log")
+    report = launch(load_job(place / "job.toml"))
+    assert [each.state for each in report.blocks] == ["failed", "done"]
+    assert "stderr.log" in report.error.message
+
+
 def test_folders_that_are_no_blocks_are_passed_over(place):
     (place / "out" / "block-old").mkdir()
     shutil.rmtree(place / "store")
