@@ -47,7 +47,8 @@ class Noise:
     sigma_data: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.low <= self.high < math.inf or not (self.sigma_data is None or 0 < self.sigma_data < math.inf):
+        sizes = (self.low, self.high) if self.sigma_data is None else (self.low, self.high, self.sigma_data)
+        if not all(0 < size < math.inf for size in sizes) or self.low > self.high:
             raise zgstore.Invalid(
                 f"{self} is no noise", hint="let low, high and sigma_data be finite and above 0, and low not above high"
             )
@@ -82,6 +83,14 @@ class Diffusion:
     p_std: float = 1.2
     sigma_data: float = 0.5
     overlap: float = 0.0
+
+    def __post_init__(self) -> None:
+        sizes = self.sigma_min, self.sigma_max, self.sigma_data, self.p_std
+        if self.blocks < 1 or not all(0 < size < math.inf for size in sizes) or not self.sigma_min < self.sigma_max:
+            raise zgstore.Invalid(
+                f"{self} has no intervals",
+                hint="let blocks be at least 1, every σ and p_std finite and above 0, and sigma_min below sigma_max",
+            )
 
     @property
     def edges(self) -> tuple[float, ...]:

@@ -30,6 +30,7 @@ from zgtrain.noise import (
     refuse_names,
     standard,
     weight,
+    without_target,
 )
 from zgtrain.objective import make_objective, mse
 from zgtrain.source import cached
@@ -363,6 +364,32 @@ def test_rows_held_out_meet_the_same_noise_at_every_look(store):
 def test_a_forward_that_would_not_see_the_noise_is_refused(tmp_path):
     with pytest.raises(zgstore.Invalid, match="no noisy target"):
         train(written(tmp_path), forward=None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Noise, {"low": 0.0}), (Noise, {"low": math.nan}), (Noise, {"high": math.inf}), (Noise, {"low": 0.2}),
+        (Noise, {"sigma_data": 0.0}), (Diffusion, {"blocks": 0}), (Diffusion, {"sigma_min": 90.0}),
+        (Diffusion, {"sigma_max": math.inf}), (Diffusion, {"p_std": 0.0}), (Diffusion, {"sigma_data": math.nan}),
+    ],
+)  # fmt: skip
+def test_what_is_no_noise_is_refused_as_it_is_made(kind, said):
+    whole = {"low": 0.005, "high": 0.1} if kind is Noise else {"blocks": 4}
+    with pytest.raises(zgstore.Invalid, match=r"is no noise|has no intervals"):
+        kind(**{**whole, **said})
+
+
+def test_where_there_is_no_target_a_forward_that_asks_for_one_is_named_and_all_else_is_as_it_was():
+    context = {"mask": torch.ones(1, 2, dtype=torch.bool)}
+    seen = without_target(lambda block, source, found: block(source) if NOISY not in found else None)
+    assert torch.equal(seen(nn.Identity(), torch.ones(2), context), torch.ones(2))
+    assert torch.equal(without_target(None)(nn.Identity(), torch.ones(2), context), torch.ones(2))
+    for name in (NOISY, SIGMA, LEVEL):
+        with pytest.raises(zgstore.Invalid, match=f"asks for context.'{name}'"):
+            without_target(lambda _block, _source, found, name=name: found[name])(nn.Identity(), torch.ones(2), context)
+    with pytest.raises(KeyError, match="labels"):
+        without_target(lambda _block, _source, found: found["labels"])(nn.Identity(), torch.ones(2), context)
 
 
 def test_a_context_column_under_a_name_of_ours_is_refused():
