@@ -6,6 +6,7 @@ two steps. ``search`` walks every interleaving of a scenario and returns a short
 one. The modules, in the order in which they are read:
 
     protocol.py    the promises, each of which can be taken back: a mutation
+    logs.py        names and their logs: what a move leaves, what is kept of it, what goes
     world.py       what is shared, and what must never be
     processes.py   builders, copies, taggers, readers, followers: their steps
     collecting.py  the collector's steps

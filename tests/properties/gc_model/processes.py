@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from tests.properties.gc_model.logs import THIS, Ref, logged, moved, taken_back
 from tests.properties.gc_model.protocol import Protocol
 from tests.properties.gc_model.world import (
     BLOB,
     BOTH,
-    COMING,
     ENDED,
-    HEAD,
     LINKED,
     NO_FILE,
     NO_LEASE,
     OLD,
     SNAPSHOT,
-    TAG,
     TAKEN,
     UNKNOWN,
     UNNOTICED,
@@ -43,6 +41,8 @@ IN_HOLD = frozenset({"snapshot in", "ref", "tag", "last look", "show"})
 # Movers of refs keep each other out from one of these to the last.
 MOVING = frozenset({"last look", "show"})
 MOVES = frozenset({"ref", "tag"})
+SETTERS = frozenset({"tagger", "setter"})  # of what is there
+REFS = {"tagger": "tag"}  # which name one moves; the others move the head
 NOTICING = frozenset({"reserve", "append", "pages", "publish"})  # a writer's holds begin with a look at its lease
 
 
@@ -84,7 +84,7 @@ def builder_steps(store: Store, me: Process, protocol: Protocol) -> Steps:
     elif me.step in {"publish", "snapshot in", "ref"}:
         yield from _publish(store, me, protocol)
     elif me.step in MOVING:
-        yield from _show(store, me, HEAD, protocol)
+        yield from _show(store, me, protocol)
     elif me.step == "close":
         yield "close lease", store, ENDED
     elif me.step == "close early":
@@ -151,7 +151,7 @@ def _publish(store: Store, me: Process, protocol: Protocol) -> Steps:
             store = _in(store, protocol)
             yield "snapshot in, killed", store, ENDED
         else:
-            store = _moved(store, me)
+            store = store._replace(head=moved(store.head, THIS, store.month, protocol))
             yield "ref moved, killed", store, ENDED
         me = me._replace(step="ref")
         if not (protocol.holds and protocol.publishes_in_one_hold):
@@ -160,27 +160,46 @@ def _publish(store: Store, me: Process, protocol: Protocol) -> Steps:
     if not protocol.publishes_in_one_hold and me.linked == TAKEN:
         # A hold of its own begins as each does, with a look at the lease, and says nothing of what was in the other.
         store, me = _taken_again(store, me, protocol)
-    if protocol.names_last and me.kind != "nameless":
-        yield "reflog appended, killed" if protocol.holds else "reflog appended", *_logged(store, me, protocol)
-    if protocol.holds or not protocol.names_last or me.kind == "nameless":
-        store = _moved(store, me) if protocol.names_last else _in(store, protocol)
-        yield "ref moved", *_shown(store, me, protocol)
+    if me.kind == "nameless":  # published for a moment, and for whoever tags it
+        yield "published", *_shown(store._replace(recent=BOTH if me.sees else 0), me, protocol)
+    elif protocol.names_last:
+        yield from _move(store, me, protocol)
+    else:
+        yield "snapshot in", *_shown(_in(store, protocol), me, protocol)
 
 
-def _logged(store: Store, me: Process, protocol: Protocol) -> tuple[Store, Process]:
-    """The reflog tells what is about to be named. Under a hold that holds, only a kill comes between this and that."""
-    return store._replace(names=store.names | COMING), ENDED if protocol.holds else me._replace(step="last look")
+def _ref(store: Store, me: Process) -> Ref:
+    ref: Ref = getattr(store, REFS.get(me.kind, "head"))
+    return ref
 
 
-def _show(store: Store, me: Process, name: int, protocol: Protocol) -> Steps:
+def _with_ref(store: Store, me: Process, ref: Ref) -> Store:
+    return store._replace(**{REFS.get(me.kind, "head"): ref})
+
+
+def _move(store: Store, me: Process, protocol: Protocol) -> Steps:
+    """The log tells what is about to be named. Under a hold that holds, only a kill comes between this and that."""
+    ref = _ref(store, me)
+    after = _with_ref(store, me, logged(ref, THIS, store.month, protocol))
+    if ref.means == THIS:
+        yield "named already", *_shown(after, me, protocol)
+    elif protocol.holds:
+        yield "logged, killed", after, ENDED
+        yield "moved", *_shown(_with_ref(store, me, moved(ref, THIS, store.month, protocol)), me, protocol)
+    else:
+        yield "logged", after, me._replace(step="last look")
+
+
+def _show(store: Store, me: Process, protocol: Protocol) -> Steps:
     """Look once more if the lease was taken since the first look, then move the ref."""
+    ref = _ref(store, me)
     if me.step == "show":
-        yield "show", *_shown(store._replace(names=store.names & ~COMING | name), me, protocol)
+        yield "show", *_shown(_with_ref(store, me, ref._replace(means=THIS)), me, protocol)
         return
     if me.linked != LINKED and me.lease != NO_LEASE and protocol.looks_once_more:
         store = restored(store, BOTH, protocol)
         if store.here & BOTH != BOTH:
-            yield "last look: gone, take the entry back", store._replace(names=store.names & ~COMING), ENDED
+            yield "last look: gone, take the entry back", _with_ref(store, me, taken_back(ref)), ENDED
             return
         me = me._replace(lease=BOTH, linked=LINKED)
     yield "last look", store, me._replace(step="show")
@@ -190,7 +209,7 @@ def _shown(store: Store, me: Process, protocol: Protocol) -> tuple[Store, Proces
     """A ref was moved: followers are told, and the lease is closed."""
     if me.kind == "grower" and store.file != NO_FILE:
         store = store._replace(file=BOTH)
-    return store, ENDED if me.kind == "tagger" or not protocol.closes_last else me._replace(step="close")
+    return store, ENDED if me.kind in SETTERS or not protocol.closes_last else me._replace(step="close")
 
 
 def _in(store: Store, protocol: Protocol) -> Store:
@@ -200,17 +219,11 @@ def _in(store: Store, protocol: Protocol) -> Store:
     return store._replace(here=store.here | SNAPSHOT, young=store.young | SNAPSHOT)
 
 
-def _moved(store: Store, me: Process) -> Store:
-    if me.kind == "nameless":  # published for a moment, and for whoever tags it
-        return store._replace(recent=BOTH if me.sees else 0)
-    return store._replace(names=store.names | HEAD)
-
-
 # --- Tagging, holding, resetting ------------------------------------------------------------------------------------
 
 
 def tagger_steps(store: Store, me: Process, protocol: Protocol) -> Steps:
-    """An existing snapshot is given a name: the same check, restored from trash, or refused."""
+    """An existing snapshot is given a name, or a name set to it: the same check, restored from trash, or refused."""
     if me.step == "resolve":
         if store.here & SNAPSHOT:
             yield "resolve", store, me._replace(step="confirm")
@@ -224,14 +237,13 @@ def tagger_steps(store: Store, me: Process, protocol: Protocol) -> Steps:
             store = restored(store, BOTH, protocol)
         me = me._replace(step="tag", lease=BOTH, linked=LINKED)
         if protocol.holds:
-            yield "confirm, reflog appended, killed", *_logged(store, me, protocol)
-            yield "confirm and tag", *_shown(store._replace(names=store.names | TAG), me, protocol)
+            yield from _move(store, me, protocol)
         else:
             yield "confirm", store, me
     elif me.step == "tag":
-        yield "reflog appended", *_logged(store, me, protocol)
+        yield from _move(store, me, protocol)
     elif me.step in MOVING:
-        yield from _show(store, me, TAG, protocol)
+        yield from _show(store, me, protocol)
 
 
 # --- Readers --------------------------------------------------------------------------------------------------------
@@ -291,7 +303,9 @@ STEPS: dict[str, Callable[[Store, Process, Protocol], Steps]] = {
     "resumer": builder_steps,
     "grower": builder_steps,
     "tagger": tagger_steps,
+    "setter": tagger_steps,
     "reader": reader_steps,
     "follower": follower_steps,
 }
+LOCKED["setter"] = LOCKED["tagger"]
 LOCKED |= dict.fromkeys(("copier", "nameless", "resumer", "grower"), LOCKED["builder"])

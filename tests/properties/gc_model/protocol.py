@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Protocol:
     """What the processes promise, in the order of section 8.
 
@@ -18,10 +18,12 @@ class Protocol:
     tags_keep: bool = True
     reflogs_keep: bool = True
     coming_moves_keep: bool = True
+    first_moves_keep: bool = True
     holds_keep: bool = True
     leases_keep: bool = True
     leased_snapshots_reach: bool = True
     reflogs_expire: bool = True
+    ages_from_replacement: bool = True
     removal_forgets_the_reflog: bool = True
     young_actions_keep: bool = True
     old_actions_keep_nothing: bool = True
@@ -38,6 +40,7 @@ class Protocol:
     publish_looks: bool = True
     publishes_in_one_hold: bool = True
     names_last: bool = True
+    moves_log_what_was: bool = True
     looks_once_more: bool = True
     last_look_locks: bool = True
     closes_last: bool = True
@@ -67,6 +70,8 @@ class Protocol:
     roots_in_one_hold: bool = True
     lists_before_marking: bool = True
     stops_at_damage: bool = True
+    forgets_before_trashing: bool = True
+    forgets_what_was_planned: bool = True
     quarantines: bool = True
     spares_the_young: bool = True
     ctime_counts: bool = True
@@ -74,6 +79,7 @@ class Protocol:
     collector_locks: bool = True
     rereads_leases: bool = True
     rereads_names: bool = True
+    rereads_all_that_is_logged: bool = True
     rereads_births: bool = True
     reaches_what_is_newly_leased: bool = True
     unlink_rechecks: bool = True

@@ -7,21 +7,29 @@ from dataclasses import replace
 from functools import cache
 
 from tests.properties.gc_model import collecting, processes
+from tests.properties.gc_model.logs import (
+    ANOTHER,
+    LAST,
+    MONTH,
+    NONE,
+    NOTHING,
+    THIS,
+    Entry,
+    Ref,
+    logged,
+    moved,
+    oldest_forgotten,
+)
 from tests.properties.gc_model.protocol import Protocol
 from tests.properties.gc_model.search import Scenario
 from tests.properties.gc_model.world import (
     BLOB,
     BOTH,
     ENDED,
-    HEAD,
-    HOLD,
     LINKED,
     OLD,
     OVER,
-    REFLOG,
     SNAPSHOT,
-    STALE,
-    TAG,
     TAKEN,
     UNKNOWN,
     YOUNG,
@@ -34,6 +42,7 @@ from tests.properties.gc_model.world import (
     gone,
     littered,
     lost,
+    promised,
 )
 
 Event = Callable[[State, Protocol], Iterator[tuple[str, State]]]
@@ -118,18 +127,52 @@ def _collectors(state: State, protocol: Protocol) -> Iterator[tuple[str, State]]
 
 
 IDLE = frozenset({"roots", "over", "littered"})
-EXCLUSIVE = frozenset({"roots", "leases", "restore", "trash", "unlink"})
+EXCLUSIVE = frozenset({"roots", "leases", "forget", "free", "restore", "quarantine", "trash", "unlink"})
 
 
 # --- What befalls them ----------------------------------------------------------------------------------------------
 
 
+def _moves(state: State) -> bool:
+    """Whether somebody is in the middle of moving a ref: that keeps other movers out."""
+    return any(each.step in processes.MOVING for each in state.processes)
+
+
 def ref_removed(state: State, protocol: Protocol) -> Iterator[tuple[str, State]]:
-    """``ref rm`` forgets the name and its reflog; a head that moves on leaves the snapshot to the reflog."""
+    """``ref rm`` forgets the name and its reflog, the log first."""
     store = state.store
-    if store.names & HEAD:
-        left = 0 if protocol.removal_forgets_the_reflog else STALE
-        yield "ref removed", state._replace(store=store._replace(names=store.names & ~HEAD | left))
+    if store.head.means == THIS and not _moves(state):
+        stale = store.stale or not protocol.removal_forgets_the_reflog
+        after = _forgotten(state, len(store.head.log))
+        yield "ref removed", after._replace(store=store._replace(head=Ref(), stale=stale, recent=0))
+
+
+def removal_killed(state: State, _: Protocol) -> Iterator[tuple[str, State]]:
+    store = state.store
+    if store.head.means != NOTHING and store.misfortunes and not _moves(state):
+        less = state._replace(store=store._replace(misfortunes=store.misfortunes - 1, recent=0))
+        for count in range(1, len(store.head.log) + 1):
+            yield f"removal killed, {count} entries forgotten", _forgotten(less, count)
+
+
+def _forgotten(state: State, count: int) -> State:
+    """The head's oldest entries; of those that a collection planned to forget, so many fewer are there."""
+    store = state.store._replace(head=oldest_forgotten(state.store.head, count))
+    planned = tuple(each._replace(expires=max(0, each.expires - count)) for each in state.collectors)
+    return state._replace(store=store, collectors=tuple(sorted(planned)))
+
+
+def ref_moved_on(state: State, protocol: Protocol) -> Iterator[tuple[str, State]]:
+    """The head moves on to another snapshot, and leaves this one to its log; or its mover is killed before it does."""
+    store = state.store
+    if store.head.means == THIS and not _moves(state):
+        recent = store.recent if state.keeps != MONTH else BOTH
+        after = store._replace(head=moved(store.head, ANOTHER, store.month, protocol), recent=recent)
+        yield "ref moved on", state._replace(store=after)
+        if store.misfortunes:
+            head = logged(store.head, ANOTHER, store.month, protocol)
+            less = store._replace(head=head, misfortunes=store.misfortunes - 1)
+            yield "ref about to move on, killed", state._replace(store=less)
 
 
 def lease_taken(state: State, protocol: Protocol) -> Iterator[tuple[str, State]]:
@@ -162,17 +205,23 @@ def week_passed(state: State, _: Protocol) -> Iterator[tuple[str, State]]:
         yield "a week passes", state._replace(store=less)
 
 
-def month_passed(state: State, protocol: Protocol) -> Iterator[tuple[str, State]]:
+def month_passed(state: State, _: Protocol) -> Iterator[tuple[str, State]]:
     store = state.store
-    if store.names & REFLOG:
-        left = 0 if protocol.reflogs_expire else STALE
-        yield "a month passes", state._replace(store=store._replace(names=store.names & ~REFLOG | left))
+    if state.keeps == MONTH and not store.month and (store.head.log or store.tag.log):
+        yield "a month passes", state._replace(store=store._replace(month=1, recent=0))
+
+
+def clock_set_back(state: State, _: Protocol) -> Iterator[tuple[str, State]]:
+    store = state.store
+    if store.month and store.misfortunes:
+        less = store._replace(month=0, recent=0, misfortunes=store.misfortunes - 1)
+        yield "the clock is set back by a month", state._replace(store=less)
 
 
 def repaired(state: State, _: Protocol) -> Iterator[tuple[str, State]]:
     """A damaged snapshot that a name needs is fetched from another store; its blob would take a teacher."""
     store = state.store
-    if store.damaged and store.names:
+    if store.damaged and promised(store):
         fetched = store._replace(damaged=False, here=store.here | SNAPSHOT)
         yield "the snapshot is repaired", state._replace(store=fetched)
 
@@ -182,7 +231,7 @@ def repaired(state: State, _: Protocol) -> Iterator[tuple[str, State]]:
 
 def _starts(groups: tuple[str, ...], stores: list[Store], **how: object) -> list[State]:
     """Each group of processes beside each store."""
-    first = {"tagger": "resolve", "copier": "plan"}
+    first = {"tagger": "resolve", "setter": "resolve", "copier": "plan"}
     how = {"collectors": (Collector(runs=2),), **how}
     people = [tuple(sorted(Process(kind, first.get(kind, "begin")) for kind in group.split())) for group in groups]
     return [State(store, each, **how) for each in people for store in stores]  # type: ignore[arg-type]
@@ -192,9 +241,14 @@ def _any_of(*violations: Callable[[State], str | None]) -> Callable[[State], str
     return lambda state: next(filter(None, (violation(state) for violation in violations)), None)
 
 
+# Heads: made for the snapshot; moved on from it; made for another; moved from there to it.
+NAMED = Ref(THIS, (Entry(NOTHING, THIS),))
+ONCE = Ref(ANOTHER, (Entry(THIS, ANOTHER), Entry(NOTHING, THIS)))
+NEVER = Ref(ANOTHER, (Entry(NOTHING, ANOTHER),))
+BACK = Ref(THIS, (Entry(ANOTHER, THIS), Entry(NOTHING, ANOTHER)))
 ORPHANS = [
     # A published snapshot; a killed build's orphan; the same in the trash; an empty store.
-    Store(here=BOTH, names=HEAD), Store(here=BLOB), Store(trash=BOTH), Store(),
+    Store(here=BOTH, head=NAMED), Store(here=BLOB), Store(trash=BOTH), Store(),
 ]  # fmt: skip
 SAFE = _any_of(lost, broken, littered)
 
@@ -208,16 +262,25 @@ def of_stores(*, deep: bool = False) -> list[Scenario]:
 
     moved, slept = world_steps(ref_removed), world_steps(ref_removed, lease_taken)
     sleepy = _once(ORPHANS)
-    named = [Store(here=BOTH, names=name) for name in (HEAD, TAG, REFLOG, HOLD, 0)]
-    unreadable = [Store(here=BOTH, names=name, damaged=True) for name in (HEAD, 0)]
-    shared = [Store(here=BOTH, names=HEAD), Store(here=BOTH, trash=BLOB)]
+    named = [
+        Store(here=BOTH, head=Ref(THIS)), Store(here=BOTH, tag=Ref(THIS)), Store(here=BOTH, head=ONCE),
+        Store(here=BOTH, held=True), Store(here=BOTH),
+    ]  # fmt: skip
+    unreadable = [Store(here=BOTH, head=Ref(THIS), damaged=True), Store(here=BOTH, damaged=True)]
+    shared = [Store(here=BOTH, head=NAMED), Store(here=BOTH, trash=BLOB)]
     made = [Store(), Store(memo=OLD), Store(here=BLOB, memo=YOUNG, recent=BLOB), Store(trash=BLOB, memo=OLD)]
     unnamed = [Store(here=BLOB), Store(here=BLOB, trash=SNAPSHOT), Store()]
+    elsewhere = _once([Store(here=BOTH, head=NEVER), Store(here=SNAPSHOT, trash=BLOB, head=NEVER)])
+    wandered = _once([Store(here=BOTH, head=ref) for ref in (ONCE, BACK)])
+    asleep = _once([*ORPHANS, Store(here=BOTH, head=NEVER)])
     two = (Collector(), Collector())
     return [
         Scenario("builders", _starts(meet("builder builder", "builder tagger"), ORPHANS), moved, SAFE),
         Scenario("sleeper", _starts(meet("builder", "tagger"), sleepy), slept, SAFE),
-        Scenario("asleep", _starts(meet("builder", "tagger"), sleepy, in_pieces=True), slept, SAFE),
+        Scenario(
+            "asleep", _starts(meet("builder"), asleep, in_pieces=True)
+            + _starts(meet("tagger"), asleep, in_pieces=True, keeps=LAST), slept, SAFE,
+        ),
         Scenario("readers", _starts(meet("reader builder"), _once(shared)), slept, SAFE),
         Scenario("copy", _starts(meet("copier builder"), ORPHANS), moved, SAFE),
         Scenario("follower", _starts(meet("follower grower"), sleepy[1::2]), slept, FOLLOWED),
@@ -226,7 +289,15 @@ def of_stores(*, deep: bool = False) -> list[Scenario]:
             world_steps(ref_removed, hour_passed, week_passed), AGED,
         ),
         Scenario("unnamed", _starts(("nameless",), unnamed, graces=True), world_steps(hour_passed), AGED),
-        Scenario("names", _starts(("",), named + unreadable), world_steps(ref_removed, month_passed, repaired), SAFE),
+        Scenario(
+            "names", [*_starts(("",), named + unreadable), *_starts(("",), named, keeps=NONE)],
+            world_steps(ref_removed, month_passed, repaired), SAFE,
+        ),
+        Scenario(
+            "moves",
+            _starts(meet("setter"), elsewhere + wandered) + _starts(meet("setter setter"), elsewhere, keeps=LAST),
+            world_steps(ref_moved_on, ref_removed, removal_killed, month_passed, clock_set_back), AGED,
+        ),
         Scenario("collectors", _starts(("builder tagger",), ORPHANS, collectors=two), moved, SAFE),
         Scenario("no locks", _starts(("builder tagger",), ORPHANS, locks_work=False), moved, SAFE),
         Scenario("mistakes", _starts(meet("builder", "tagger"), ORPHANS, locks_work=False, owner=True), moved, gone),

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tests.properties.gc_model.logs import MONTH, Ref, Rules, keeps, promises
 from tests.properties.gc_model.protocol import Protocol
 
 BLOB, SNAPSHOT = 1, 2
 BOTH = BLOB | SNAPSHOT
-HEAD, TAG, REFLOG, HOLD = 1, 2, 4, 8  # the names that there may be, each of the one snapshot
-PROMISED = HEAD | TAG | REFLOG | HOLD
-STALE = 16  # a reflog that should keep nothing any more
-COMING = 32  # a reflog's entry of a move that is about to take place, or never did
 NO_LEASE = -1
 NO_FILE = -1
 # A lease's file is there; was taken for dead since its holder's last hold; was taken, and a hold did not notice.
@@ -26,12 +23,16 @@ OVER = frozenset({"over", "failed", "made anew"})
 class Store(NamedTuple):
     here: int = 0  # objects in their places
     trash: int = 0  # objects in the trash
-    names: int = 0
+    head: Ref = Ref()
+    tag: Ref = Ref()
+    held: bool = False  # whether a hold keeps the snapshot
+    stale: bool = False  # whether the log of a name that was removed is left, which should keep nothing
     young: int = 0  # objects younger than min_age, by max(mtime, ctime)
     memo: int = UNKNOWN  # the action that says what the blob's key came out as
-    recent: int = 0  # what was made or published a moment ago, that ages alone protect
+    recent: int = 0  # what was made, published or replaced a moment ago, that ages alone protect
     file: int = NO_FILE  # the growing build's file: what it lists
     damaged: bool = False  # whether the snapshot's file cannot be parsed
+    month: int = 0  # by the file system's clock
     misfortunes: int = 0  # how many are still to come: a lease taken for dead, time that passes, …
 
 
@@ -50,10 +51,15 @@ ENDED = Process("", "over")
 
 class Collector(NamedTuple):
     step: str = "roots"
+    month: int = 0  # when it began
+    leased: int = 0
     marked: int = 0
+    reached: int = 0  # what is marked not by its lease alone
     listed: int = 0  # whether the snapshot was
-    todo: int = 0  # what is still to be trashed, or unlinked
-    due: int = 0  # what lay in the trash when it was listed
+    expires: int = 0  # how many of the head's oldest entries were past retention when it read the roots
+    todo: int = 0  # what is still to be trashed
+    back: int = 0  # what is to be moved back, in the trash though something keeps it
+    due: int = 0  # what is to be unlinked: it lay in the trash when that was listed, or this run moved it there
     loose: int = 0  # what the re-check of this batch found loose
     garbage: int = 0  # what nothing kept when it read the roots, if all others were over
     runs: int = 1  # this one, and those still to come
@@ -64,6 +70,7 @@ class State(NamedTuple):
     processes: tuple[Process, ...]
     collectors: tuple[Collector, ...]
     graces: bool = False  # whether ages count; with --now they do not
+    keeps: int = MONTH  # what of a log
     locks_work: bool = True
     owner: bool = False  # whether somebody says that locks need not work
     in_pieces: bool = False  # whether a host may sleep within a hold, and its file server give the lock to others
@@ -79,13 +86,21 @@ def leased(state: State, protocol: Protocol) -> int:
     return names
 
 
-def named(store: Store, protocol: Protocol) -> int:
-    """The snapshot, if a name keeps it."""
-    kinds = (
-        HEAD * protocol.heads_keep | TAG * protocol.tags_keep | REFLOG * protocol.reflogs_keep
-        | HOLD * protocol.holds_keep | COMING * protocol.coming_moves_keep | STALE
-    )  # fmt: skip
-    return SNAPSHOT if store.names & kinds else 0
+def named(state: State, month: int, protocol: Protocol, *, expired: bool = False) -> int:
+    """The snapshot, if a name keeps it, or a log; ``expired``: what was past retention has been forgotten."""
+    store, rules = state.store, Rules(state.keeps, month)
+    is_kept = (
+        keeps(store.head, rules, protocol, expired=expired, name_keeps=protocol.heads_keep)
+        or keeps(store.tag, rules, protocol, expired=expired, name_keeps=protocol.tags_keep)
+        or (store.held and protocol.holds_keep)
+        or store.stale
+    )
+    return SNAPSHOT if is_kept else 0
+
+
+def promised(store: Store) -> bool:
+    """Whether the snapshot, and its blob, have to be in their places."""
+    return store.held or promises(store.head) or promises(store.tag)
 
 
 def reach(store: Store, roots: int) -> int:
@@ -106,8 +121,8 @@ def restored(store: Store, objects: int, protocol: Protocol) -> Store:
 
 
 def lost(state: State) -> str | None:
-    """Whenever a name is visible, its snapshot and that snapshot's blob are in their places."""
-    if state.store.names & PROMISED and state.store.here & BOTH != BOTH:
+    """Whenever a name, or an entry of its log, is visible, that snapshot and its blob are in their places."""
+    if promised(state.store) and state.store.here & BOTH != BOTH:
         return "lost: a name is visible, and what it names is not there"
     return None
 
@@ -115,7 +130,7 @@ def lost(state: State) -> str | None:
 def gone(state: State) -> str | None:
     """The least of all: what a name names is at least in the trash, from where it comes back."""
     store = state.store
-    if store.names & PROMISED and (store.here | store.trash) & BOTH != BOTH:
+    if promised(store) and (store.here | store.trash) & BOTH != BOTH:
         return "gone: a name is visible, and what it names is not even in the trash"
     return None
 
@@ -133,10 +148,10 @@ def broken(state: State) -> str | None:
 
 
 def aged(state: State) -> str | None:
-    """What was made or published a moment ago stays, with no name and no lease: it is young."""
+    """What was made, published or replaced a moment ago stays, with no name and no lease: it is young."""
     store = state.store
     if store.recent & ~store.here:
-        return "untimely: what was made or published a moment ago is gone"
+        return "untimely: what was made, published or replaced a moment ago is gone"
     return None
 
 
