@@ -29,6 +29,7 @@ LEAST_OF_MOST: Final = 1 / 20  # σ of a job that says the greatest alone: publi
 GRADIENTS: Final = ("backprop", "zeroth-order")
 PROBES: Final = ("rademacher", "gaussian", "sphere", "orthogonal")
 DIFFERENCES: Final = ("central", "forward")
+_NAMED: Final = ("optimizer", "schedule", "loss", "noise", "gradient")  # tables that their name alone may stand for
 EPSILON: Final = 1e-3  # of zeroth-order, where fp32 computes
 
 # What a number may be. Beyond, fp32 cannot hold what is made of it, or nothing is trained and nobody hears of it.
@@ -334,7 +335,9 @@ def load_job(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()
     if isinstance(overrides, Mapping):
         overrides = [f"{key}={_toml(replacement)}" for key, replacement in overrides.items()]
     for key, replacement in map(_assignment, overrides):
-        zgstore.Section.override(value, "train.optimizer.lr" if key == "train.lr" else key, replacement)
+        place = "train.optimizer.lr" if key == "train.lr" else key
+        _spell_out(value, place)
+        zgstore.Section.override(value, place, replacement)
     return replace(parse_job(value, path=path), overrides=tuple(overrides))
 
 
@@ -451,6 +454,19 @@ def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False)
+
+
+def _spell_out(value: dict[str, Any], place: str) -> None:
+    """Put its table where a name alone, or the greatest σ, stands for a table that the dotted key goes into."""
+    train = value.get("train")
+    key, goes_in, _ = place.removeprefix("train.").partition(".")
+    if not place.startswith("train.") or not goes_in or not isinstance(train, dict):
+        return
+    said = train.get(key)
+    if key in _NAMED and isinstance(said, str):
+        train[key] = {"name": said}
+    elif key == "noise" and type(said) in {int, float}:
+        train[key] = {"high": said}
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -195,6 +195,24 @@ def test_overrides_are_dotted_keys_and_values_as_toml_writes_them(read):
         read(JOB, "train.stps=8")
 
 
+@pytest.mark.parametrize(
+    ("short", "override", "whole"),
+    [
+        ('optimizer = "sgd"', "train.lr=1e-3", 'optimizer = { name = "sgd", lr = 1e-3 }'),
+        ('schedule = "cosine"', "train.schedule.warmup=3", 'schedule = { name = "cosine", warmup = 3 }'),
+        ('loss = "mse"', "train.loss.token_ce=0.1", 'loss = { name = "mse", token_ce = 0.1 }'),
+        ('gradient = "zeroth-order"', "train.gradient.probes=4", 'gradient = { name = "zeroth-order", probes = 4 }'),
+        ('noise = "diffusion"', "train.noise.overlap=0.1", 'noise = { name = "diffusion", overlap = 0.1 }'),
+        ("noise = 0.1", "train.noise.low=0.01", "noise = { low = 0.01, high = 0.1 }"),
+    ],
+)
+def test_an_override_goes_into_what_the_file_has_by_its_name_alone(read, short, override, whole):
+    known = "\n".join(line for line in JOB.splitlines() if not line.startswith("optimizer"))
+    known += '\nforward = "my.zero:forward"\n'
+    assert read(known + short, override).train == read(known + whole).train
+    assert read(known, f"train.{short}", override).train == read(known + whole).train
+
+
 def test_blocks_can_have_processes_of_their_own(read):
     job = read(JOB + "[launch.blocks.3]\nprocesses = 4\ndata_parallel = 2")
     assert job.launch.blocks == {3: BlockLaunch(4, 2)}
