@@ -222,9 +222,9 @@ def weight(sigma: float, sigma_data: float) -> float:
 def denoising(call: Call, noise: Noise) -> Call:
     """D_b of a block: called as its forward is, with ``noisy`` and ``sigma`` in the context.
 
-    The forward finds there ``noisy`` (with preconditioning c_in · z), ``sigma`` and ``level``. Its answer is a state in
-    the boundary's unit, σd times F: D = c_skip · z + (c_out / σd) · answer. So a block that is all noise (σ ≫ σd)
-    answers as it would without, and at σ = 0 D is z.
+    The forward finds there ``noisy`` (with preconditioning c_in · z) in its source's dtype, ``sigma`` and ``level``.
+    Its answer is a state in the boundary's unit, σd times F: D = c_skip · z + (c_out / σd) · answer. So a block that is
+    all noise (σ ≫ σd) answers as it would without, and at σ = 0 D is z.
 
     Args:
         call: ``(block, source, context) -> state``.
@@ -234,14 +234,19 @@ def denoising(call: Call, noise: Noise) -> Call:
     def answer(block: nn.Module, source: Tensor, context: Mapping[str, Any]) -> Tensor:
         noisy, sigma = context[NOISY], context[SIGMA]
         if noise.sigma_data is None:
-            return call(block, source, {**context, LEVEL: level_of(sigma)})
+            return call(block, source, {**context, NOISY: _like(noisy, source), LEVEL: level_of(sigma)})
         by = coefficients(sigma, noise.sigma_data)
         skip, out, into = (each.view(-1, *[1] * (noisy.dim() - 1)) for each in by[:3])
-        state = call(block, source, {**context, NOISY: into * noisy, LEVEL: by.level})
+        state = call(block, source, {**context, NOISY: _like(into * noisy, source), LEVEL: by.level})
         answered: Tensor = skip * noisy + out / noise.sigma_data * state
         return answered
 
     return answer
+
+
+def _like(noisy: Tensor, source: Tensor) -> Tensor:
+    """As a block takes it that computes in its source's dtype; what D itself is made of stays as it was drawn."""
+    return noisy.to(source.dtype) if source.is_floating_point() else noisy
 
 
 class _Targetless(dict[str, Any]):

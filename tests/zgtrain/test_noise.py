@@ -202,6 +202,18 @@ def test_with_preconditioning_the_answer_is_the_noisy_target_at_sigma_0_and_the_
     assert torch.allclose(said[2], 0.25 / root**2 * noisy[2] + 0.7 / root * source[2] * 3)
 
 
+@pytest.mark.parametrize("noise", [PLAIN, Diffusion(4).noise(0)])
+def test_a_block_is_shown_the_target_as_it_computes_and_what_is_made_of_it_stays_as_it_was_drawn(noise):
+    block, noisy = Seen(), noise_of(2, 3, 4, seed=1)
+    context = {NOISY: noisy, SIGMA: torch.tensor([0.0, 0.1])}
+    for dtype in (torch.bfloat16, torch.float64):
+        said = denoising(call, noise)(block, noise_of(2, 3, 4).to(dtype), context)
+        assert block.seen[NOISY].dtype == dtype
+        assert noise.sigma_data is None or torch.equal(said[0].float(), noisy[0])
+    denoising(call, noise)(block, torch.ones(2, 3, 4, dtype=torch.int64), context)
+    assert block.seen[NOISY].dtype == torch.float32
+
+
 # ---- the way down ----
 
 
@@ -347,6 +359,18 @@ def test_the_loss_of_each_row_has_its_weight_with_preconditioning_and_none_witho
                 device=device, noise=noise, seed=5, block_id=2,
             )  # fmt: skip
             assert loss == pytest.approx(float(each[batch.context["mask"]].mean().detach()))
+
+
+def test_a_block_in_bf16_is_trained_on_its_source_and_the_noisy_target_together(store):
+    def added(block, source, context):
+        return block(source + context[NOISY])
+
+    with zgstore.read(store, "main") as reader:
+        report = train_block(
+            nn.Linear(8, 8, dtype=torch.bfloat16), reader, source="h.0", target="h.1", steps=2, forward=added,
+            noise=PLAIN, validate_every=2, validate_rows=2,
+        )  # fmt: skip
+    assert report.validation_loss > 0
 
 
 def test_rows_held_out_meet_the_same_noise_at_every_look(store):
