@@ -11,6 +11,7 @@ with one h, s_k and v_k for each row. It is unbiased but for the third derivativ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from decimal import ROUND_CEILING, Context
 
 import torch
 from torch import Tensor
@@ -42,10 +43,15 @@ def reach(spec: GradientSpec, dtype: torch.dtype) -> float:
     if spec.epsilon is not None and spec.epsilon < least:
         raise zgstore.Invalid(
             f"train.gradient.epsilon is {spec.epsilon:g}: so small a probe is lost in the rounding of {dtype}",
-            hint=f"give at least {least:.2g}, or leave it out for {usual:g}",
+            hint=f"give at least {_rounded_up(least):g}, or leave it out for {usual:g}",
             key="train.gradient.epsilon",
         )
     return usual if spec.epsilon is None else spec.epsilon
+
+
+def _rounded_up(number: float) -> float:
+    """To two digits, and never below the number."""
+    return float(Context(prec=2, rounding=ROUND_CEILING).create_decimal(number))
 
 
 def estimate(
