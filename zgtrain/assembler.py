@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import json
 import os
 import shutil
@@ -15,7 +17,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 import zgstore
-from zgtrain.blockreport import CHECKPOINT, REPORT, BlockReport, behind, read_report
+from zgtrain.blockreport import CHECKPOINT, REPORT, BlockReport, behind, command, read_report
 from zgtrain.blocks import boundaries_of, ends_of, make_block, resolve_snapshot
 from zgtrain.checkpoint import load, restore_block, state_digest
 from zgtrain.files import disk_heard, read_json, sync_folder
@@ -150,7 +152,7 @@ def load_block(job: Job, block: int, report: BlockReport) -> nn.Module:
     if actual != report.state_digest:
         raise zgstore.Corrupt(
             f"block {block} is not the one that its report is of",
-            hint=f"remove {folder / REPORT} and run it again, it resumes from its checkpoint: {_run(job, block)}",
+            hint=f"remove {folder / REPORT} and train it again, it resumes from its checkpoint: {command(job, block)}",
             object=f"block {block}", expected=report.state_digest, actual=actual, path=str(folder),
         )  # fmt: skip
     return module.eval()
@@ -163,7 +165,7 @@ def _saved(job: Job, block: int) -> tuple[Mapping[str, Tensor], int]:
     saved = load(folder / CHECKPOINT if last is None else last / FIRST_RANK)
     if saved is None:
         raise zgstore.Missing(
-            f"block {block} has a report and no checkpoint", hint=f"train it again: {_run(job, block)} --fresh"
+            f"block {block} has a report and no checkpoint", hint=f"train it again: `{command(job, block, fresh=True)}`"
         )
     step: int = saved["ledger"]["step"]
     return (saved["block_state"] if last is None else gathered_state(folder)), step
@@ -185,13 +187,13 @@ def _see_trained(job: Job, reports: Sequence[BlockReport | None]) -> None:
         which = "block " if len(lacking) == 1 else "blocks "
         raise zgstore.NotFound(
             f"{which}{', '.join(map(str, lacking))} of {len(reports)} not trained to the end",
-            hint=f"`zgtrain {'relay' if job.relay else 'launch'} {job.path}` trains what is left",
+            hint=f"`{command(job, 'B') if job.relay else f'zgtrain launch {job.path}'}` trains what is left",
             blocks=lacking,
         )
 
 
 def _see_together(job: Job, reports: Sequence[BlockReport], snapshot: str, names: Sequence[str]) -> None:
-    hint = f"train the odd ones again: {_run(job, None)} --fresh"
+    hint = f"train the odd ones again: `{command(job, 'B', fresh=True)}`"
 
     def see(what: str, of: Callable[[BlockReport], str], expected: str | None) -> None:
         by: dict[str, list[int]] = {}
@@ -233,7 +235,7 @@ def _see_chained(job: Job, store: zgstore.Store, reports: Sequence[BlockReport])
         if reports[block].pins != str(prefix_pins(job, snapshot, reports[block].source, before).digest()):
             raise zgstore.Refused(
                 f"block {block} was trained on the states of other blocks than those before it now",
-                hint=f"`zgtrain relay {job.path} --fresh` trains them anew, in depth order",
+                hint=f"`{command(job, block, fresh=True)}` trains them anew, in depth order",
                 block=block,
             )
 
@@ -259,10 +261,6 @@ def _listed(blocks: Iterable[int]) -> str:
     return f"block{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
 
 
-def _run(job: Job, block: int | None) -> str:
-    return f"zgtrain run {job.path} --block {'B' if block is None else block}"
-
-
 # ---- writing ----
 
 
@@ -286,7 +284,7 @@ def _place(output: Path) -> Path:
     Raises:
         zgstore.Invalid: if anything lies there that no assembly wrote.
     """
-    output = output.absolute()
+    output = output.resolve()  # behind a link, so that the link stays
     if not output.is_dir():
         strange = output.name if os.path.lexists(output) else None
     else:
@@ -307,8 +305,11 @@ def _write(student: nn.Module, manifest: Mapping[str, Any], place: Path) -> None
     """The whole directory beside its place, then put there by a rename."""
     place.parent.mkdir(parents=True, exist_ok=True)
     new, old = (place.with_name(f".{place.name}.{word}.{os.getpid()}") for word in ("new", "old"))
+    _sweep(place, "new")
     new.mkdir()
+    mine = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        fcntl.flock(mine, fcntl.LOCK_EX)  # so that nobody takes it for what a kill left
         with disk_heard():
             _save(student, new)
         files = {
@@ -326,9 +327,25 @@ def _write(student: nn.Module, manifest: Mapping[str, Any], place: Path) -> None
             place.rename(old)
         new.rename(place)
         sync_folder(place.parent)
+        _sweep(place, "old")
     finally:
+        if old.exists() and not place.exists():
+            old.rename(place)
         shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+        os.close(mine)
+
+
+def _sweep(place: Path, word: str) -> None:
+    """Remove what assemblies to this place left that were killed: nobody has it locked."""
+    for left in place.parent.glob(f".{glob.escape(place.name)}.{word}.*"):
+        with contextlib.suppress(OSError):
+            handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+            finally:
+                os.close(handle)
 
 
 def _save(student: nn.Module, folder: Path) -> None:

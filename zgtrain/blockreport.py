@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Final, get_origin, get_type_hints
+from typing import Any, Final, NamedTuple, get_origin, get_type_hints
 
 import zgstore
 from zgtrain.files import damaged, read_json, write_json
@@ -124,36 +124,72 @@ def finished(job: Job, block: int) -> BlockReport | None:
         zgstore.Corrupt: if its file is no report.
         zgstore.Refused: if it was trained on since, and not to the end of that.
     """
-    folder = job.folder(block)
     report = read_report(job, block)
     if report is None or report.job != job.identity() or report.steps < job.train.steps or not report.snapshot:
         return None
-    told = noted(folder / CHECKPOINT)
-    if told is not None and told[0] > report.steps:
-        raise behind(job, block, report.steps, told[0])
+    see_current(job, block, report)
     return report
+
+
+def see_current(job: Job, block: int, report: BlockReport) -> None:
+    """See that a block was not trained on since its report, as far as its checkpoint's note says."""
+    told = noted(job.folder(block) / CHECKPOINT)
+    if told is not None and told.step > report.steps:
+        raise behind(job, block, report.steps, told.step)
 
 
 def behind(job: Job, block: int, done: int, saved: int) -> zgstore.Refused:
     """What is said of a report whose checkpoint went on without it."""
     return zgstore.Refused(
         f"block {block} was done at step {done}, and its checkpoint is at step {saved} of a longer run",
-        hint=f"go on with that (--set train.steps={saved}, or more), or begin anew: "
-        f"`zgtrain run {job.path} --block {block} --fresh`",
+        hint=f"go on with that, to its end or further: `{command(job, block, steps=saved)}`; or begin anew: "
+        f"`{command(job, block, fresh=True)}`",
         block=block,
     )
+
+
+def command(job: Job, block: int | str, *, steps: int | None = None, fresh: bool = False) -> str:
+    """What trains a block of a job: alone, or of a relay all of them.
+
+    Args:
+        job: The job, or its relay.
+        block: b, or ``B`` for any.
+        steps: To say with it; default none, of a relay what it was last given, which nothing else knows.
+        fresh: To begin anew.
+    """
+    if job.relay:
+        words = ["zgtrain relay", str(job.path), *([] if fresh else [f"--steps {steps or job.train.steps}"])]
+    else:
+        words = ["zgtrain run", str(job.path), f"--block {block}", *([f"--set train.steps={steps}"] if steps else [])]
+    return " ".join([*words, *(["--fresh"] if fresh else [])])
 
 
 # ---- how far a checkpoint is ----
 
 
-def note(checkpoint: Path, *, step: int, snapshot: str) -> None:
+class Noted(NamedTuple):
+    """What is said of a checkpoint.
+
+    Args:
+        step: Of the training.
+        snapshot: Full digest; empty where a build is followed.
+        job: The job's identity; empty where nothing says.
+        time: When that was said, in seconds of Unix time.
+    """
+
+    step: int
+    snapshot: str
+    job: str
+    time: float
+
+
+def note(checkpoint: Path, *, step: int, snapshot: str, job: str) -> None:
     """Say beside a checkpoint what it holds."""
-    write_json(_beside(checkpoint), {"step": step, "snapshot": snapshot})
+    write_json(_beside(checkpoint), {"step": step, "snapshot": snapshot, "job": job})
 
 
-def noted(checkpoint: Path) -> tuple[int, float] | None:
-    """The step of a checkpoint, and when that was said, in seconds of Unix time; None if nothing is said.
+def noted(checkpoint: Path) -> Noted | None:
+    """What is said of a checkpoint; None if nothing is.
 
     A kill between the two leaves what was said of the checkpoint before.
 
@@ -164,10 +200,11 @@ def noted(checkpoint: Path) -> tuple[int, float] | None:
     value = read_json(path, remedy=remedy)
     if value is None:
         return None
-    step: Any = value.get("step")
-    if not _is(step, int) or step < 0:
-        raise damaged(path, f"step is {step!r:.80}", remedy)
-    return step, path.stat().st_mtime
+    told = {"snapshot": "", "job": "", **value}
+    for name, kind in (("step", int), ("snapshot", str), ("job", str)):
+        if not _is(told.get(name), kind):
+            raise damaged(path, f"{name} is {told.get(name)!r:.80}", remedy)
+    return Noted(told["step"], told["snapshot"], told["job"], path.stat().st_mtime)
 
 
 def _beside(checkpoint: Path) -> Path:

@@ -389,7 +389,10 @@ def alone(folder: Path, block: int) -> Iterator[None]:
     if Ranks.here().rank:
         yield
         return
-    with held(folder / LOCK, f"block {block} is being trained"):
+    with held(
+        folder / LOCK, f"block {block} is being trained",
+        hint="wait for it, or stop it; `zgtrain status` shows how far it is",
+    ):  # fmt: skip
         yield
 
 

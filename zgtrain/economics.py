@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import zgstore
-from zgtrain.blockreport import BlockReport, read_report
+from zgtrain.blockreport import BlockReport, command, read_report
 from zgtrain.job import BlockLaunch, Job
+from zgtrain.progress import count_blocks
 
 KS: Final = (1, 2, 4, 8, 16)
 WALL, DEVICE = "wall", "device"
@@ -200,7 +201,7 @@ def economics(jobs: Job | Sequence[Job]) -> Economics:
 
     Raises:
         zgstore.NotFound: if a block has no report, or no record says what the build took.
-        zgstore.Invalid: if no job was trained on the cache.
+        zgstore.Invalid: if no job was trained on the cache, or one is named twice.
         zgstore.Refused: if they do not compare: other snapshots, other numbers of steps, mixed targets.
     """
     jobs = [jobs] if isinstance(jobs, Job) else list(jobs)
@@ -241,7 +242,7 @@ def cache_cost(store: zgstore.Store, snapshot: str) -> CacheCost:
 
 
 def reports_of(job: Job, *, whoever: bool = False) -> list[BlockReport]:
-    """The reports of a job's trained blocks, in depth order.
+    """The reports of those blocks of a job that are trained, in depth order; seen to be of one job and snapshot.
 
     Args:
         job: The job.
@@ -249,24 +250,26 @@ def reports_of(job: Job, *, whoever: bool = False) -> list[BlockReport]:
 
     Raises:
         zgstore.NotFound: if there is none.
-        zgstore.Refused: if one is of another job.
+        zgstore.Refused: if one is of another job, or of another snapshot than the first.
         zgstore.Corrupt: if a file is no report.
     """
-    reports: list[BlockReport] = []
-    while (report := read_report(job, len(reports))) is not None:
-        reports.append(report)
+    found = [read_report(job, block) for block in range(count_blocks(job))]
+    reports = [report for report in found if report is not None]
     if not reports:
-        raise zgstore.NotFound(f"{job.output} has no trained block", hint=f"train them: `zgtrain launch {job.path}`")
+        train = f"zgtrain {'relay' if job.relay else 'launch'} {job.path}"
+        raise zgstore.NotFound(f"{job.output} has no trained block", hint=f"train them: `{train}`")
     mine = reports[0].job if whoever else job.identity()
-    for block, report in enumerate(reports):
-        if report.job != mine:
-            raise zgstore.Refused(
-                f"block {block} in {job.output} is of job {report.job}, and this is {mine}",
-                hint="say what it was trained with (--set …), or train it again with --fresh",
-                field="job",
-                expected=mine,
-                actual=report.job,
-            )
+    for field, wanted in (("job", mine), ("snapshot", reports[0].snapshot)):
+        for report in reports:
+            if (theirs := getattr(report, field)) != wanted:
+                raise zgstore.Refused(
+                    f"block {report.block} in {job.output} is of {field} {theirs}, and not of {wanted}",
+                    hint="say what it was trained with (--set …), or train it again: "
+                    f"`{command(job, report.block or 0, fresh=True)}`",
+                    field=field,
+                    expected=wanted,
+                    actual=theirs,
+                )
     return reports
 
 
@@ -280,10 +283,20 @@ def _spent(job: Job, reports: Sequence[BlockReport]) -> Spent:
 def _see_comparable(jobs: Sequence[Job], read: Sequence[Sequence[BlockReport]]) -> None:
     first = read[0][0]
     for job, reports in zip(jobs, read, strict=True):
+        if [other.output.resolve() for other in jobs].count(job.output.resolve()) > 1:
+            raise zgstore.Invalid(f"{job.output} is named twice: one run would count as two", hint="name each run once")
+        blocks = count_blocks(job)
+        lacking = sorted({*range(blocks)} - {report.block for report in reports})
+        if lacking:
+            raise zgstore.NotFound(
+                f"block {', '.join(map(str, lacking))} of {blocks} in {job.output} is not trained",
+                hint=f"train it: `{command(job, lacking[0])}`",
+                blocks=lacking,
+            )
         if len(reports) != len(read[0]):
             raise zgstore.Refused(
                 f"{job.output} has {len(reports)} trained blocks, and {jobs[0].output} has {len(read[0])}",
-                hint="compare jobs of the same blocks, all of them trained",
+                hint="compare jobs of the same blocks",
             )
         for block, report in enumerate(reports):
             for field in ("snapshot", "steps"):

@@ -105,11 +105,15 @@ def opened(path: Path, *, remedy: str, flags: int = os.O_RDONLY) -> IO[bytes] | 
 
     Raises:
         zgstore.Corrupt: if something else has its name.
+        zgstore.Invalid: if it is not ours to open.
     """
     try:
         handle = os.open(path, flags | _OPEN, 0o666)
     except FileNotFoundError:
         return None
+    except PermissionError as error:
+        hint = "see who owns it and its folder, or let whoever does run this"
+        raise zgstore.Invalid(f"{path} may not be opened: {error.strerror}", hint=hint, path=str(path)) from error
     except OSError as error:
         if error.errno in _NO_FILE:
             raise damaged(path, "it is no file", remedy) from error
@@ -151,12 +155,13 @@ def damaged(path: Path, why: str, remedy: str) -> zgstore.Corrupt:
 
 
 @contextlib.contextmanager
-def held(path: Path, doing: str) -> Iterator[None]:
+def held(path: Path, doing: str, *, hint: str = "wait for it, or stop it") -> Iterator[None]:
     """One process at a time has a lock file, which says who it is; it is let go however that process ends.
 
     Args:
         path: The file; it and its folder are made.
         doing: What is done under it, for whoever comes second.
+        hint: What that one can do.
 
     Raises:
         zgstore.Busy: if another process has it.
@@ -168,7 +173,7 @@ def held(path: Path, doing: str) -> Iterator[None]:
         if not _locked(file, fcntl.LOCK_EX, patience_seconds=_GLANCE_SECONDS):
             raise zgstore.Busy(
                 f"{doing} by another process ({_said(file).strip() or 'unknown'})",
-                hint="wait for it, or stop it; `zgtrain status` shows how far its blocks are",
+                hint=hint,
                 path=str(path),
             )
         file.truncate(0)

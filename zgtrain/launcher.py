@@ -138,7 +138,7 @@ def _steps_done(job: Job, block: int, snapshot: str) -> int:
     report = finished(job, block)
     if report is not None and report.snapshot == snapshot:
         return job.train.steps
-    return min(block_status(job, block).checkpoint_step or 0, job.train.steps - 1)
+    return min(block_status(job, block, snapshot=snapshot).checkpoint_step or 0, job.train.steps - 1)
 
 
 def _width(job: Job, parallel: int | None, devices: Sequence[str]) -> int:

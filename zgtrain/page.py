@@ -68,7 +68,7 @@ def page(value: Mapping[str, Any]) -> str:
     name, snapshot = escape(value["name"]), escape(value["blocks"][0]["report"]["snapshot"])
     body = [
         f"<h1>{name}</h1>",
-        f"<p class=soft>{len(value['blocks'])} blocks, each trained alone on the snapshot <code>{snapshot}</code></p>",
+        f"<p class=soft>{_how_many(value)}, each trained alone on the snapshot <code>{snapshot}</code></p>",
         _tiles(value),
         _gates(value["evaluation"], value["not_evaluated"]),
         _training(value["blocks"]),
@@ -82,6 +82,11 @@ def page(value: Mapping[str, Any]) -> str:
         '<meta name="viewport" content="width=device-width">'
         f"<style>{STYLE}</style><main>{''.join(body)}</main></html>\n"
     )
+
+
+def _how_many(value: Mapping[str, Any]) -> str:
+    trained, blocks = len(value["blocks"]), value["blocks_in_all"]
+    return f"{blocks} blocks" if trained == blocks else f"{trained} of {blocks} blocks: the others are not trained yet"
 
 
 # ---- sections ----
@@ -126,16 +131,18 @@ def _gates(judged: Mapping[str, Any] | None, lacking: tuple[str, str] | None) ->
 
 
 def _training(blocks: Sequence[Mapping[str, Any]]) -> str:
-    curves = [Line(f"block {b}", _smooth(_series(each["log"], "boundary_loss"))) for b, each in enumerate(blocks)]
-    residuals = [Line(f"block {b}", _smooth(_series(each["log"], "residual_error"))) for b, each in enumerate(blocks)]
+    curves, residuals = (
+        [Line(f"block {each['report']['block']}", _smooth(_series(each["log"], name))) for each in blocks]
+        for name in ("boundary_loss", "residual_error")
+    )
     rows = [
         [
-            str(b), _n(f"{r['trained_parameters']:,}"), _n(str(r["steps"])), _n(number(r["first_window_mean_loss"])),
-            _n(number(r["last_window_mean_loss"])), _n(number(r["residual_error"])),
+            str(r["block"]), _n(f"{r['trained_parameters']:,}"), _n(str(r["steps"])),
+            *(_n(number(r[name])) for name in ("first_window_mean_loss", "last_window_mean_loss", "residual_error")),
             _n(seconds(r["seconds"]["total"])), _n(size(r["bytes_read"])), _n(size(r["peak_memory_bytes"])),
             _n(str(r["live_teacher_parameters"])),
         ]
-        for b, r in enumerate(each["report"] for each in blocks)
+        for r in (each["report"] for each in blocks)
     ]  # fmt: skip
     heads = [
         "block", "#parameters", "#steps", "#loss, first 32", "#loss, last 32", "#residual error", "#time", "#read",
@@ -246,7 +253,7 @@ def _pins(value: Mapping[str, Any]) -> str:
     if shown:
         rows += [["snapshot's size", size(shown["bytes"])], ["samples", f"{shown['samples']:,}"]]
         rows += [["columns", ", ".join(shown["columns"])]]
-    rows += [[f"block {b}", each["report"]["state_digest"]] for b, each in enumerate(value["blocks"])]
+    rows += [[f"block {each['report']['block']}", each["report"]["state_digest"]] for each in value["blocks"]]
     rows += [["environment", ", ".join(f"{key} {each}" for key, each in report["environment"].items())]]
     cells = [[escape(a), f"<code>{escape(b)}</code>"] for a, b in rows]
     return _section("Pins and sizes", _soft(SAID["pins"]) + table(["", ""], cells))

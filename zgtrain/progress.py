@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import zgstore
-from zgtrain.blockreport import CHECKPOINT, LOCK, finished, noted
+from zgtrain.blockreport import CHECKPOINT, LOCK, Noted, command, finished, noted
 from zgtrain.files import holder
 from zgtrain.job import Job
 from zgtrain.journal import FILE_NAME as LOG_NAME
@@ -56,31 +56,42 @@ class BlockStatus:
 
 def status(job: Job) -> list[BlockStatus]:
     """Every block's, in depth order."""
-    return [block_status(job, block) for block in range(count_blocks(job))]
+    snapshot = _snapshot(job)
+    now = "" if snapshot is None else str(snapshot.digest)
+    return [block_status(job, block, snapshot=now) for block in range(count_blocks(job))]
 
 
-def block_status(job: Job, block: int) -> BlockStatus:
-    """One block's; a file that cannot be read is named, and taken not to be there."""
+def block_status(job: Job, block: int, *, snapshot: str = "") -> BlockStatus:
+    """One block's; a file that cannot be read, or is of another job or snapshot, is named, and taken not to be there.
+
+    Args:
+        job: The job.
+        block: b.
+        snapshot: Full digest of the job's; empty: whichever.
+    """
     folder = job.folder(block)
     errors: list[str] = []
 
     def seen(read: Callable[[], _Read]) -> _Read | None:
         try:
             return read()
-        except (zgstore.Corrupt, zgstore.Refused) as error:
+        except zgstore.ZgError as error:
             errors.append(error.message)
             return None
 
     lines = seen(lambda: read_lines(folder / LOG_NAME, tail_bytes=_TAIL_BYTES)) or []
     losses = [line for line in lines if None not in (line.get("loss"), line.get("seconds"))]
-    saved_step, saved_time = seen(lambda: noted(folder / CHECKPOINT)) or (None, None)
+    told = seen(lambda: noted(folder / CHECKPOINT))
     done = seen(lambda: finished(job, block))
+    if told is not None and (other := _other(job, told, snapshot)):
+        errors.append(f"the checkpoint in {folder} is of another {other}: `{command(job, block, fresh=True)}`")
+        told, done, losses = None, None, []
     by = seen(lambda: holder(folder / LOCK))
-    step = done.steps if done is not None else losses[-1]["step"] if losses else saved_step or 0
+    step = done.steps if done is not None else losses[-1]["step"] if losses else told.step if told else 0
     rate = _rate(losses)
     running = by is not None and done is None
     left = max(0, job.train.steps - step)
-    begun = saved_step is not None or bool(losses)
+    begun = told is not None or bool(losses)
     return BlockStatus(
         block=block,
         state=DONE if done is not None else RUNNING if running else STOPPED if begun else TODO,
@@ -89,8 +100,8 @@ def block_status(job: Job, block: int) -> BlockStatus:
         loss=losses[-1]["loss"] if losses else None,
         rate=rate,
         eta_seconds=left / rate if running and rate else None,
-        checkpoint_step=saved_step,
-        checkpoint_time=saved_time,
+        checkpoint_step=told.step if told else None,
+        checkpoint_time=told.time if told else None,
         holder=by if running else None,
         error="; ".join(errors) or None,
     )
@@ -104,17 +115,40 @@ def count_blocks(job: Job) -> int:
     """
     if job.student.boundaries:
         return len(job.student.boundaries) - 1
+    found = _snapshot(job)
+    if found is not None:
+        return sum(column.role == "boundary" for column in found.snapshot.columns) - 1
+    names = [folder.name.removeprefix("block-") for folder in job.output.glob("block-*")]
+    if not (numbers := [int(name) for name in names if name.isdecimal()]):
+        raise zgstore.NotFound(
+            f"nothing says how many blocks {job.path.name} has: neither its snapshot nor its output is there",
+            hint="build the snapshot, or name the columns: boundaries = […] under [student]",
+        )
+    return max(numbers) + 1
+
+
+class _Found(NamedTuple):
+    digest: zgstore.Digest
+    snapshot: zgstore.Snapshot
+
+
+def _snapshot(job: Job) -> _Found | None:
+    """The job's, if it is here."""
     try:
         store = zgstore.Store.open(job.snapshot.store)
         rev = job.snapshot.rev
         name = rev.removeprefix("lock:")
         digest = store.resolve(rev) if rev == name else zgstore.locked(name, job.directory).snapshot
-        return sum(column.role == "boundary" for column in store.snapshot(digest).columns) - 1
+        return _Found(digest, store.snapshot(digest))
     except zgstore.NotFound:
-        names = [folder.name.removeprefix("block-") for folder in job.output.glob("block-*")]
-        if not (numbers := [int(name) for name in names if name.isdecimal()]):
-            raise
-        return max(numbers) + 1
+        return None
+
+
+def _other(job: Job, told: Noted, snapshot: str) -> str:
+    """What of a checkpoint is not the job's; empty if all is."""
+    if told.job and told.job != job.identity():
+        return "job"
+    return "snapshot" if snapshot and told.snapshot and told.snapshot != snapshot else ""
 
 
 def _rate(lines: list[dict[str, Any]]) -> float | None:

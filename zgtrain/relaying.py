@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 
 import zgstore
 from zgtrain.assembler import load_block
-from zgtrain.blockreport import CHECKPOINT, BlockReport, finished
+from zgtrain.blockreport import CHECKPOINT, BlockReport, command, finished, read_report, see_current
 from zgtrain.blocks import NOT_READ, boundaries_of, make_block, mending, refuse_shared, resolve_snapshot, train
 from zgtrain.devices import device_of
 from zgtrain.files import held
@@ -42,8 +44,9 @@ def relay(
 ) -> list[BlockReport]:
     """Train the blocks of a job once more, or for the first time, on the student's own states.
 
-    A block that the job has trained begins as it was left there; the first one, whose source is the teacher's either
-    way, is taken over as it is. Everything goes into ``relay/`` in the job's output, and is resumed from there.
+    A block that the job has trained begins as it was left there, after however many steps; the first one, whose source
+    is the teacher's either way, is taken over as it is. Everything goes into ``relay/`` in the job's output, and is
+    resumed from there.
 
     Args:
         job: The job.
@@ -59,8 +62,8 @@ def relay(
         A report of each block, in depth order.
 
     Raises:
-        zgstore.Refused: if the job was relayed before in another way or from other blocks, or its data are not the
-            snapshot's.
+        zgstore.Refused: if the job was relayed before in another way or from other blocks, if one of its blocks was
+            stopped halfway or is of something else, or if its data are not the snapshot's.
         zgstore.Busy: if another process relays it.
         zgstore.ZgError: what training a block raises.
     """
@@ -74,7 +77,7 @@ def relay(
     with held(job.output / _LOCK, "the job is being relayed"):
         again = relayed(job, steps=steps or job.train.steps)
         if fresh:
-            shutil.rmtree(again.output, ignore_errors=True)
+            _clear(again.output)
         return _relay(
             job, again, from_scratch=from_scratch, place=device_of(device), stop=stop, progress=progress,
             captured=captured,
@@ -87,27 +90,28 @@ def _relay(
 ) -> list[BlockReport]:  # fmt: skip
     store = zgstore.Store.open(job.snapshot.store)
     names = boundaries_of(job, store)
-    _remember(job, again, len(names) - 1, from_scratch=from_scratch)
-    refuse_shared(again, len(names) - 1)
+    blocks = len(names) - 1
+    left = [None] * blocks if from_scratch else [_left(job, store, block) for block in range(blocks)]
+    _remember(again, left, from_scratch=from_scratch)
+    refuse_shared(again, blocks)
     reports: list[BlockReport] = []
     prefix: zgstore.Digest | None = None
-    for block in range(len(names) - 1):
-        folder = again.folder(block)
+    for block in range(blocks):
         before = [report.state_digest for report in reports]
         with mending(job), _opened(again, store, names, block, prefix) as data:
             report = _done(again, store, block, data, before)
-            if report is None and block == 0 and not from_scratch:
-                report = _taken_over(job, again)
+            if report is None and block == 0:
+                report = _taken_over(job, again, left[0])
             if report is None:
-                module = _begun(job, block, from_scratch=from_scratch)
+                module = _begun(job, block, left[block])
                 report = train(
-                    again, data, module, block=block, blocks=len(names) - 1, folder=folder, device=str(place),
+                    again, data, module, block=block, blocks=blocks, folder=again.folder(block), device=str(place),
                     stop=stop, progress=progress(block),
                 )  # fmt: skip
                 del module
                 gc.collect()  # the next block's report counts what is alive beside it
             reports.append(report)
-            if block < len(names) - 2:
+            if block < blocks - 1:
                 module = load_block(again, block, report).to(place)
                 prefix = capture_prefix(
                     again, store, resolve_snapshot(job, store), data, module,
@@ -128,15 +132,16 @@ def _opened(job: Job, store: zgstore.Store, names: list[str], block: int, prefix
 def _done(job: Job, store: zgstore.Store, block: int, data: Source, before: list[str]) -> BlockReport | None:
     """The report of a block that this relay has trained on the blocks that are before it now."""
     report = finished(job, block)
-    if block:
-        pins = prefix_pins(job, store.snapshot(resolve_snapshot(job, store)), data.source, before)
-        return report if report is not None and report.pins == str(pins.digest()) else None
-    return report
+    if report is None or report.snapshot != data.snapshot:
+        return None
+    if not block:
+        return report
+    pins = prefix_pins(job, store.snapshot(resolve_snapshot(job, store)), data.source, before)
+    return report if report.pins == str(pins.digest()) else None
 
 
-def _taken_over(job: Job, again: Job) -> BlockReport | None:
-    """The first block as the job has trained it; None if it has not."""
-    report = finished(job, 0)
+def _taken_over(job: Job, again: Job, report: BlockReport | None) -> BlockReport | None:
+    """The first block as the job has trained it; None if it has not, or on live targets, which no prefix was."""
     if report is None or report.targets == LIVE:
         return None
     again.folder(0).mkdir(parents=True, exist_ok=True)
@@ -150,35 +155,83 @@ def _taken_over(job: Job, again: Job) -> BlockReport | None:
     return report
 
 
-def _begun(job: Job, block: int, *, from_scratch: bool) -> nn.Module:
-    """The block as the job has trained it, else as its factory makes it."""
-    report = None if from_scratch else finished(job, block)
-    return make_block(job, block) if report is None else load_block(job, block, report).train()
+def _begun(job: Job, block: int, report: BlockReport | None) -> nn.Module:
+    """The block as the job has left it, else as its factory makes it.
+
+    Raises:
+        zgstore.Refused: if the job was trained on since the relay began.
+    """
+    if report is None:
+        return make_block(job, block)
+    if read_report(job, block) != report:
+        raise zgstore.Refused(
+            f"block {block} of {job.path.name} was trained on while it was relayed",
+            hint=f"begin anew: `{command(replace(job, relay=True), block, fresh=True)}`",
+            block=block,
+        )
+    return load_block(job, block, report).train()
 
 
-def _remember(job: Job, again: Job, blocks: int, *, from_scratch: bool) -> None:
+def _left(job: Job, store: zgstore.Store, block: int) -> BlockReport | None:
+    """The report of a block as the job has left it, however many steps it was trained for; None if it has not begun.
+
+    Raises:
+        zgstore.Refused: if the block was stopped halfway, or is of another job or snapshot.
+    """
+    report, folder = read_report(job, block), job.folder(block)
+    why = ""
+    if report is None:
+        if (folder / CHECKPOINT).exists() or newest(folder) is not None:
+            why = "is not trained to its end"
+    elif report.job != job.identity():
+        why = f"is of job {report.job}"
+    elif report.snapshot != str(resolve_snapshot(job, store)):
+        why = f"is of snapshot {report.snapshot or 'of a build that was not published'}"
+    else:
+        see_current(job, block, report)
+    if why:
+        raise zgstore.Refused(
+            f"block {block} in {job.output} {why}, and the relay would begin with it",
+            hint=f"train it first: `{command(job, block)}`, with --fresh where it is of something else; "
+            "or begin with new blocks: --from-scratch",
+            block=block,
+        )
+    return report
+
+
+def _remember(again: Job, left: Sequence[BlockReport | None], *, from_scratch: bool) -> None:
     """What this relay is, so that what comes later finds it; another one is refused.
 
     Raises:
         zgstore.Refused: if one was begun in another way, or with other blocks than the job has trained now.
     """
-    begun = [None if from_scratch else _digest(job, block) for block in range(blocks)]
+    begun = [None if report is None else report.state_digest for report in left]
     said = {"job": again.identity(), "steps": again.train.steps, "from_scratch": from_scratch, "begun": begun}
     known = remembered(again.output) or said
-    for name, what in (("job", "of another job"), ("from_scratch", "begun in another way"), ("begun", "")):
+    others = {
+        "job": "of another job, or of other steps under a schedule that ends with them",
+        "from_scratch": "begun in another way",
+        "begun": "that began with other blocks than the job has trained by now",
+    }
+    for name, what in others.items():
         if known[name] != said[name] and known[name] is not None:
             raise zgstore.Refused(
-                f"{again.output} holds a relay "
-                + (what or "that began with other blocks than the job has trained by now"),
+                f"{again.output} holds a relay {what}",
                 hint="run it as it was, or begin anew with --fresh",
                 field=name,
                 expected=said[name],
                 actual=known[name],
             )
+    for block in range(len(left)):  # one that was trained on with more steps is refused before these are remembered
+        finished(again, block)
     remember(again.output, said)
 
 
-def _digest(job: Job, block: int) -> str | None:
-    """The state of a block that the job has trained; None if it has not."""
-    report = finished(job, block)
-    return None if report is None else report.state_digest
+def _clear(folder: Path) -> None:
+    """Remove what is in a folder, which may be a link to one."""
+    with suppress(FileNotFoundError):
+        for path in folder.resolve().iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()

@@ -18,6 +18,7 @@ from zgtrain.job import Job
 from zgtrain.journal import FILE_NAME as LOG_NAME
 from zgtrain.journal import read_lines
 from zgtrain.page import page
+from zgtrain.progress import count_blocks
 
 EVALUATION: Final = "evaluation.json"
 
@@ -51,10 +52,11 @@ def gathered(job: Job, others: Sequence[Job] = ()) -> dict[str, Any]:
         costs: dict[str, Any] = economics([job, *others]).as_value()
     except zgstore.ZgError as error:
         costs = {"missing": error.message}
-    logs = [read_lines(job.folder(block) / LOG_NAME) for block in range(len(reports))]
+    logs = [read_lines(job.folder(report.block or 0) / LOG_NAME) for report in reports]
     return {
         "name": job.path.stem,
         "identity": job.identity(),
+        "blocks_in_all": count_blocks(job),
         "blocks": [{"report": each.as_value(), "log": log} for each, log in zip(reports, logs, strict=True)],
         **_judged(job, reports),
         "economics": costs,

@@ -51,7 +51,7 @@ def keeper(
             tensors = {"block_state": block_state(block), "initial": dict(initial), "optimizer": optimizer.state_dict()}
             save(path, {**fields, **tensors})
         if ranks.rank == 0:
-            note(path, step=ledger.step, snapshot=data.snapshot)
+            note(path, step=ledger.step, snapshot=data.snapshot, job=who["job"])
         kept = [ledger.step, data.snapshot]
         ledger.seconds["checkpoint"] += time.perf_counter() - began
 

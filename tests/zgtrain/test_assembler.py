@@ -277,6 +277,95 @@ def test_a_relay_of_other_blocks_than_it_began_with_is_refused_and_begins_anew_w
     assert relayed(longer).train.steps == 12
 
 
+def test_a_relay_that_was_stopped_says_how_to_go_on_without_touching_the_jobs_own_blocks(tmp_path):
+    _, job, _ = trained(tmp_path)
+    relay(job, steps=4)
+    asked = []
+
+    def stop():
+        asked.append(1)
+        return len(asked) > 4
+
+    with pytest.raises(zgstore.Interrupted):
+        relay(job, steps=50, stop=stop)
+    again = relayed(job)
+    with pytest.raises(zgstore.NotFound) as caught:
+        gather(again)
+    assert f"zgtrain relay {job.path} --steps 50" in caught.value.hint
+    with pytest.raises(zgstore.Refused, match="block 1 was done at step 4") as caught:
+        relay(job, steps=4)
+    saved = load(again.folder(1) / "checkpoint.pt")["ledger"]["step"]
+    assert f"zgtrain relay {job.path} --steps {saved}`" in caught.value.hint
+    assert f"zgtrain relay {job.path} --fresh" in caught.value.hint
+    assert "zgtrain run" not in caught.value.hint
+    assert relayed(job).train.steps == 50  # what it was refused with is not remembered
+    assert [report.steps for report in relay(job, steps=saved)] == [7, saved]
+    (relayed(job).folder(1) / "checkpoint.pt").unlink()
+    with pytest.raises(zgstore.Missing) as caught:
+        gather(relayed(job))
+    assert caught.value.hint == f"train it again: `zgtrain relay {job.path} --fresh`"
+
+
+def test_a_relay_begins_with_what_the_job_has_left_or_says_why_not(tmp_path):
+    path, job, store = trained(tmp_path)
+    longer = load_job(path, ["train.steps=30"])
+    reports = relay(longer, steps=3)  # the job has trained its blocks for seven steps, and they are what it has
+    assert reports[0].state_digest == read_report(job, 0).state_digest
+    assert reports[1].initial_digest == read_report(job, 1).state_digest
+    (job.folder(1) / "report.json").rename(tmp_path / "report.json")
+    with pytest.raises(zgstore.Refused, match=r"block 1 in .* is not trained to its end") as caught:
+        relay(longer, fresh=True)
+    assert "--block 1" in caught.value.hint
+    assert "--from-scratch" in caught.value.hint
+    (tmp_path / "report.json").rename(job.folder(1) / "report.json")
+    job.snapshot.recipe.write_text(job.snapshot.recipe.read_text().replace("rows = 10", "rows = 14"))
+    zgstore.build(store, job.snapshot.recipe)
+    with pytest.raises(zgstore.Refused, match=r"block 0 in .* is of snapshot"):
+        relay(job, fresh=True)
+    snapshots = {report.snapshot for report in relay(job, fresh=True, from_scratch=True)}
+    assert snapshots == {str(store.resolve("cache"))}
+
+
+def test_a_block_that_is_trained_on_while_it_is_relayed_is_not_begun_with(tmp_path):
+    path, job, _ = trained(tmp_path)
+
+    def meanwhile(block, done, rows):
+        if (block, done) == (0, rows):
+            with torch.enable_grad():
+                run(load_job(path, ["train.steps=12"]), block=1)
+
+    with pytest.raises(zgstore.Refused, match=r"block 1 of .* was trained on while it was relayed"):
+        relay(job, captured=meanwhile)
+    relay(job, fresh=True)
+
+
+def test_a_fresh_relay_clears_what_lies_behind_a_link(tmp_path):
+    _, job, _ = trained(tmp_path)
+    relay(job, steps=3)
+    place = relayed(job).output
+    place.rename(tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
+    reports = relay(job, from_scratch=True, fresh=True)
+    assert place.is_symlink()
+    assert reports[0].initial_digest == read_report(job, 0).initial_digest
+    assert reports[0].resumed_from is None
+
+
+def test_a_student_is_written_behind_a_link_and_what_a_kill_left_is_swept(tmp_path):
+    _, job, _ = trained(tmp_path)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "student").symlink_to(tmp_path / "disk" / "st")
+    (tmp_path / "disk" / "st").mkdir()
+    left = tmp_path / "disk" / ".st.new.99999999"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    for _ in range(2):
+        assemble(job, tmp_path / "student")
+        assert (tmp_path / "student").is_symlink()
+        assert [each.name for each in (tmp_path / "disk").iterdir()] == ["st"]
+    assert load_file(tmp_path / "disk" / "st" / "model.safetensors")
+
+
 def test_a_relay_goes_on_to_the_steps_that_are_asked_for_now(tmp_path):
     _, job, _ = trained(tmp_path)
     assert [report.steps for report in relay(job, steps=3)] == [7, 3]  # the first is taken over

@@ -92,8 +92,10 @@ def test_without_a_live_run_nothing_is_claimed():
 
 def job(tmp_path, name, seconds, *, targets="cached", snapshot="s", steps=8, launch=None):
     output = tmp_path / name
+    names = [f"h.{b}" for b in range(max(2, len(seconds) + 1))]
     made = parse_job(
-        {"output": name, "snapshot": {"store": "store", "rev": "main"}, "student": {"block": "m:block"},
+        {"output": name, "snapshot": {"store": "store", "rev": "main"},
+         "student": {"block": "m:block", "boundaries": names},
          "train": {"steps": steps}, **({"launch": launch} if launch else {})},
         path=tmp_path / "job.toml",
     )  # fmt: skip
@@ -149,6 +151,11 @@ def test_jobs_that_do_not_compare_are_refused(tmp_path):
         economics([one, job(tmp_path, "longer", [2.0, 3.0], steps=9)])
     with pytest.raises(zgstore.Refused, match="is of snapshot other"):
         economics([one, job(tmp_path, "other", [2.0, 3.0], snapshot="other")])
+    with pytest.raises(zgstore.Invalid, match="named twice"):
+        economics([one, one])
+    (tmp_path / "one" / "block-000" / "report.json").unlink()
+    with pytest.raises(zgstore.NotFound, match=r"block 0 of 2 in .* is not trained"):
+        economics(one)
     with pytest.raises(zgstore.Invalid, match="no job here"):
         economics(job(tmp_path, "live", [2.0, 3.0], targets="live"))
     with pytest.raises(zgstore.NotFound, match="no trained block"):

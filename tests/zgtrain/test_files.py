@@ -71,3 +71,20 @@ def test_a_file_is_put_in_place_whole_or_not_at_all(tmp_path):
     assert json.loads(path.read_text()) == {"a": 1}
     assert [each.name for each in path.parent.iterdir()] == ["value.json"]
     assert opened(tmp_path / "none", remedy="") is None
+
+
+def test_what_is_not_ours_to_open_is_said_to_be(tmp_path):
+    if os.geteuid():
+        pytest.skip("needs another user")
+    path = tmp_path / "report.json"
+    path.write_text("{}")
+    path.chmod(0o600)
+    child = os.fork()
+    if not child:
+        os.setuid(65534)
+        try:
+            opened(path, remedy="")
+        except zgstore.Invalid as error:
+            os._exit("may not be opened" not in error.message)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

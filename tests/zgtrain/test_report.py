@@ -98,6 +98,17 @@ def test_blocks_of_another_job_have_no_page_of_this_one(jobs, tmp_path):
     assert "--set" in caught.value.hint
 
 
+def test_a_page_of_some_blocks_says_how_many_there_are(jobs, page, tmp_path):
+    shutil.copytree(jobs[0].output, tmp_path / "some")
+    (tmp_path / "some" / "block-000" / "report.json").unlink()
+    job = load_job(jobs[0].path, [f"output={json.dumps(str(tmp_path / 'some'))}"])
+    text = write_report(job, tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "1 of 2 blocks" in text
+    assert ">block 1<" in text
+    assert "block 0 of 2 in" in text  # the economics say what they lack
+    assert "1 of 2" not in page.read_text(encoding="utf-8")
+
+
 def test_a_job_without_a_trained_block_has_no_page(jobs, tmp_path):
     with pytest.raises(zgstore.NotFound, match="no trained block"):
         write_report(load_job(jobs[0].path, ['output="nothing"']), tmp_path / "report.html")

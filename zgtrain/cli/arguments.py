@@ -39,17 +39,13 @@ Others = Annotated[
 ]  # fmt: skip
 
 
-def job_of(ctx: typer.Context, path: str, *, relay: bool = False, output: Path | None = None) -> Job:
+def job_of(ctx: typer.Context, path: str, *, relay: bool = False) -> Job:
     """A job file with what was set over it; with ``relay`` the relay beside it.
 
     Raises:
         zgstore.Invalid: if it says something a job may not.
     """
-    options = session_of(ctx).options
-    overrides = options.overrides if isinstance(options, Options) else ()
-    if output is not None:
-        overrides = (*overrides, f"output={json.dumps(str(output.absolute()))}")
-    job = load_job(path, overrides)
+    job = load_job(path, _overrides(ctx))
     if relay:
         from zgtrain.prefixes import relayed  # noqa: PLC0415 - loads torch
 
@@ -60,9 +56,19 @@ def job_of(ctx: typer.Context, path: str, *, relay: bool = False, output: Path |
 def others_of(ctx: typer.Context, path: str, others: Sequence[str] | None) -> list[Job]:
     """Further runs of a job: files of their own, or folders that ``--set output=…`` gave the same file.
 
+    What is set over the job is set over these folders too, and over no other file.
+
     Raises:
         zgstore.Invalid: if a file says something a job may not.
     """
     return [
-        job_of(ctx, path, output=Path(other)) if Path(other).is_dir() else job_of(ctx, other) for other in others or ()
+        load_job(path, (*_overrides(ctx), f"output={json.dumps(str(Path(other).absolute()))}"))
+        if Path(other).is_dir()
+        else load_job(other)
+        for other in others or ()
     ]
+
+
+def _overrides(ctx: typer.Context) -> tuple[str, ...]:
+    options = session_of(ctx).options
+    return options.overrides if isinstance(options, Options) else ()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from students import built, make_job
 
+import zgstore
 from zgtrain.blockreport import read_report
 from zgtrain.blocks import run
 from zgtrain.job import load_job
@@ -142,3 +143,39 @@ def test_folders_that_are_no_blocks_are_passed_over(place):
     (place / "out" / "block-old").mkdir()
     shutil.rmtree(place / "store")
     assert [each.state for each in status(load_job(place / "job.toml"))] == ["done", "done"]
+
+
+def test_what_is_set_over_a_job_is_set_over_no_other_file(place, zg, monkeypatch):
+    monkeypatch.chdir(place)
+    shutil.copytree("out", "moved")
+    for path in place.glob("moved/block-*/report.json"):
+        report = json.loads(path.read_text())
+        path.write_text(json.dumps({**report, "seconds": {**report["seconds"], "total": 1000.0}}))
+    shutil.copy("job.toml", "other.toml")
+    own = zg("economics", "other.toml", "--json").json["all"]["wall"]["runs"]
+    both = zg("economics", "job.toml", "other.toml", "--set", "output=moved", "--json").json["all"]["wall"]["runs"]
+    assert both == [1000.0, *own]
+    assert own[0] < 1000
+    twice = zg("economics", "job.toml", "out")
+    assert twice.code == 2
+    assert "named twice" in twice.error
+
+
+def test_a_checkpoint_of_another_job_or_snapshot_is_no_progress_of_this_one(place, zg, monkeypatch):
+    monkeypatch.chdir(place)
+    for name in ("report.json", "log.jsonl"):
+        (place / "out" / "block-000" / name).unlink()
+    mine = zg("status", "job.toml", "--json").json["blocks"][0]
+    assert (mine["state"], mine["step"], mine["error"]) == ("stopped", 7, None)
+    other = ("--set", "train.optimizer.lr=0.5")
+    theirs = zg("status", "job.toml", *other, "--json").json["blocks"][0]
+    assert (theirs["state"], theirs["step"]) == ("to do", 0)
+    assert "of another job" in theirs["error"]
+    assert "--fresh" in theirs["error"]
+    assert [each["step"] for each in zg("plan", "job.toml", *other, "--json").json["blocks"]] == [0, 0]
+    (place / "cache.toml").write_text((place / "cache.toml").read_text().replace("rows = 10", "rows = 12"))
+    zgstore.build(zgstore.Store.open(place / "store"), place / "cache.toml", ref="cache")
+    moved = zg("status", "job.toml", "--json").json["blocks"]
+    assert [each["state"] for each in moved] == ["to do", "to do"]
+    assert all("of another snapshot" in each["error"] for each in moved)
+    assert [each["step"] for each in zg("plan", "job.toml", "--json").json["blocks"]] == [0, 0]
