@@ -204,7 +204,10 @@ def noted(checkpoint: Path) -> Noted | None:
     for name, kind in (("step", int), ("snapshot", str), ("job", str)):
         if not _is(told.get(name), kind):
             raise damaged(path, f"{name} is {told.get(name)!r:.80}", remedy)
-    return Noted(told["step"], told["snapshot"], told["job"], path.stat().st_mtime)
+    try:
+        return Noted(told["step"], told["snapshot"], told["job"], path.stat().st_mtime)
+    except FileNotFoundError:  # gone since
+        return None
 
 
 def _beside(checkpoint: Path) -> Path:

@@ -87,19 +87,15 @@ def run(
     with alone(folder, block), mending(job), open_source(
         job, store, block, kind=source, build=build, devices=[device] if device else []
     ) as data:  # fmt: skip
-        ranks = Ranks.here()
-        if fresh and ranks.rank == 0:
-            _clear(folder)
-        ranks.barrier()
-        done = finished(job, block)
+        done = None if fresh else finished(job, block)
         if done is not None and done.snapshot == data.snapshot and (done.targets == LIVE) == (data.kind == LIVE):
             return done
         blocks = len(boundaries_of(job, store, data)) - 1
-        if ranks.world == 1:  # before several are started, their launcher has looked
+        if Ranks.here().world == 1:  # before several are started, their launcher has looked
             refuse_shared(job, blocks)
         return train(
-            job, data, make_block(job, block), block=block, blocks=blocks, folder=folder, device=device, stop=stop,
-            progress=progress, began=began,
+            job, data, make_block(job, block), block=block, blocks=blocks, folder=folder, fresh=fresh, device=device,
+            stop=stop, progress=progress, began=began,
         )  # fmt: skip
 
 
@@ -111,7 +107,7 @@ def train(
     block: int,
     blocks: int,
     folder: Path,
-    identity: str = "",
+    fresh: bool = False,
     device: str | None = None,
     stop: Callable[[], bool] | None = None,
     progress: Log | None = None,
@@ -126,7 +122,7 @@ def train(
         block: b.
         blocks: B; the last one alone has token losses.
         folder: Where everything goes.
-        identity: What the checkpoint is of; default the job's own.
+        fresh: Begin anew; what is there goes when all that can be refused before the first step has been seen.
         device: Where; default CUDA if there is one.
         stop: Asked before each step whether to save and end.
         progress: Called with each line of the log.
@@ -144,6 +140,12 @@ def train(
     setup = time.perf_counter() - began if began else 0.0
     replicas = job.launch.blocks.get(block, BlockLaunch()).data_parallel
     ranks = Ranks.here(replicas=replicas)
+    optimizer = make_optimizer(spec.optimizer, trained)
+    forward = None if spec.forward is None else spec.forward.resolve()
+    noise = noise_of(job, block, blocks)
+    if fresh and ranks.rank == 0:
+        _clear(folder)
+    ranks.barrier()
     with _journal(job, folder, block, ranks) as journal:
 
         def log(line: Mapping[str, Any]) -> None:
@@ -153,16 +155,15 @@ def train(
 
         report = train_block(
             module, data,
-            optimizer=make_optimizer(spec.optimizer, trained), steps=spec.steps,
-            forward=None if spec.forward is None else spec.forward.resolve(), loss=loss, seed=spec.seed,
+            optimizer=optimizer, steps=spec.steps, forward=forward, loss=loss, seed=spec.seed,
             batch_size=spec.batch_size, order=spec.order, schedule=spec.schedule,
             max_grad_norm=spec.max_grad_norm, precision=spec.precision, accumulate=spec.accumulate,
-            deterministic=spec.deterministic, anchor=spec.anchor, noise=noise_of(job, block, blocks),
+            deterministic=spec.deterministic, anchor=spec.anchor, noise=noise,
             gradient=spec.gradient,
             validate_every=job.validate.every, validate_rows=job.validate.rows, checkpoint=folder / CHECKPOINT,
             checkpoint_every=spec.checkpoint_every, workers=spec.workers, log=log, log_every=job.log.every,
             stop=stop or (lambda: False), device=place, interface=interface, block_id=block,
-            job=identity or job.identity(), replicas=replicas,
+            job=job.identity(), replicas=replicas,
         )  # fmt: skip
     report = replace(report, seconds={"setup": setup, **report.seconds})
     if ranks.rank == 0:

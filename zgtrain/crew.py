@@ -17,7 +17,7 @@ from typing import IO, Any, Final
 import zgstore
 from zgtrain.blockreport import finished
 from zgtrain.blocks import boundaries_among, boundaries_of, refuse_shared, resolve_snapshot
-from zgtrain.files import opened
+from zgtrain.files import made
 from zgtrain.job import Job
 from zgtrain.source import LIVE
 
@@ -31,6 +31,7 @@ _ERRORS: Final = (
     zgstore.NoSpace, zgstore.Refused, zgstore.NonFinite, zgstore.Invalid, zgstore.Transient, zgstore.Interrupted,
 )  # fmt: skip
 ERRORS: Final = "stderr.log"
+_REMEDY: Final = "remove it: a new one is begun"
 _PATIENCE: Final = "60s"  # for whoever still has a block's folder: an earlier launch that is saving
 
 
@@ -184,7 +185,7 @@ class Crew:
         words += ["--follow", "--build", self._build_id] if self._build_id else ["--source", self.source]
         run.attempts += 1
         try:
-            with talk_of(self.job.folder(run.block) / ERRORS) as errors:
+            with made(self.job.folder(run.block) / ERRORS, remedy=_REMEDY) as errors:
                 self._children[slot] = started(["zgtrain", *words], errors)
         except zgstore.ZgError as error:
             run.state, run.error = FAILED, _value(error)
@@ -220,7 +221,7 @@ class Crew:
         rev = self.job.snapshot.rev
         if not rev.startswith("lock:") and not set(rev) & set("@:"):
             words += ["--ref", rev]
-        with talk_of(self.job.output / "build.log") as errors:
+        with made(self.job.output / "build.log", remedy=_REMEDY) as errors:
             self._build = started(words, errors)
         self._build_id = ""
         self._build_attempts += 1
@@ -283,19 +284,6 @@ def as_error(value: Mapping[str, Any], message: str, **fields: Any) -> zgstore.Z
     kind = next((each for each in _ERRORS if each.kind == value.get("kind")), zgstore.Transient)
     again = "run the same launch again: what is done stays, the rest resumes"
     return kind(message, hint=str(value.get("hint") or again), **fields)
-
-
-def talk_of(log: Path) -> IO[bytes]:
-    """The file, at its end, that a process writes its standard error to; its folder is made.
-
-    Raises:
-        zgstore.Corrupt: if something that is no file has its name.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    file = opened(log, remedy="remove it: a new one is begun", flags=os.O_RDWR | os.O_CREAT | os.O_APPEND)
-    assert file is not None  # it was made
-    file.seek(0, os.SEEK_END)
-    return file
 
 
 def cause(log: Path, begin: int) -> dict[str, Any] | None:

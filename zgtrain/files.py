@@ -22,6 +22,7 @@ import zgstore
 
 _MOST_BYTES: Final = 64 << 20  # of a file that is read whole: a report has some KiB, an evaluation some hundreds
 _OPEN: Final = os.O_CLOEXEC | os.O_NONBLOCK  # a fifo must not block the open
+_DISK: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 _NO_FILE: Final = {errno.EISDIR, errno.ELOOP, errno.ENXIO}
 _HOLDER: Final = re.compile(r"pid \d+ on (\S+) since ")
 _GLANCE_SECONDS: Final = 0.2  # who asks whether a lock is held has it for a moment
@@ -74,10 +75,10 @@ def disk_heard() -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from error
-        if told := re.search(r"\(os error (\d+)\)", str(error)):
-            raise OSError(int(told[1]), os.strerror(int(told[1]))) from error
+        before, told = error.__context__, re.search(r"\(os error (\d+)\)", str(error))
+        number = before.errno if isinstance(before, OSError) else int(told[1]) if told else None
+        if number in _DISK:
+            raise OSError(number, os.strerror(number)) from error
         raise
 
 
@@ -95,25 +96,39 @@ def write_json(path: Path, value: Any) -> None:
 # ---- reading ----
 
 
-def opened(path: Path, *, remedy: str, flags: int = os.O_RDONLY) -> IO[bytes] | None:
-    """A regular file, opened; None if there is none.
+def opened(path: Path, *, remedy: str) -> IO[bytes] | None:
+    """A regular file to read; None if there is none.
 
     Args:
         path: Where; may be a link to one.
         remedy: What to do about one that is no file: the error's hint.
-        flags: Of ``os.open``.
 
     Raises:
         zgstore.Corrupt: if something else has its name.
         zgstore.Invalid: if it is not ours to open.
     """
     try:
-        handle = os.open(path, flags | _OPEN, 0o666)
+        return _open(path, os.O_RDONLY, remedy)
     except FileNotFoundError:
         return None
-    except PermissionError as error:
-        hint = "see who owns it and its folder, or let whoever does run this"
-        raise zgstore.Invalid(f"{path} may not be opened: {error.strerror}", hint=hint, path=str(path)) from error
+
+
+def made(path: Path, *, remedy: str) -> IO[bytes]:
+    """The same to append to, made with its folder where it is not there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise _not_ours(path, error) from error
+    file = _open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, remedy)
+    file.seek(0, os.SEEK_END)
+    return file
+
+
+def _open(path: Path, flags: int, remedy: str) -> IO[bytes]:
+    try:
+        handle = os.open(path, flags | _OPEN, 0o666)
+    except (PermissionError, NotADirectoryError) as error:
+        raise _not_ours(path, error) from error
     except OSError as error:
         if error.errno in _NO_FILE:
             raise damaged(path, "it is no file", remedy) from error
@@ -122,6 +137,11 @@ def opened(path: Path, *, remedy: str, flags: int = os.O_RDONLY) -> IO[bytes] | 
         os.close(handle)
         raise damaged(path, "it is no file", remedy)
     return os.fdopen(handle, "r+b" if flags & os.O_RDWR else "rb", buffering=0)
+
+
+def _not_ours(path: Path, error: OSError) -> zgstore.Invalid:
+    hint = f"see what {path.parent} is and who owns it, or let whoever does run this"
+    return zgstore.Invalid(f"{path} cannot be opened: {error.strerror}", hint=hint, path=str(path))
 
 
 def read_json(path: Path, *, remedy: str) -> dict[str, Any] | None:
@@ -166,10 +186,7 @@ def held(path: Path, doing: str, *, hint: str = "wait for it, or stop it") -> It
     Raises:
         zgstore.Busy: if another process has it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = opened(path, remedy="remove it, and run the same again", flags=os.O_RDWR | os.O_CREAT)
-    assert file is not None  # it was made
-    with file:
+    with made(path, remedy="remove it, and run the same again") as file:
         if not _locked(file, fcntl.LOCK_EX, patience_seconds=_GLANCE_SECONDS):
             raise zgstore.Busy(
                 f"{doing} by another process ({_said(file).strip() or 'unknown'})",
@@ -177,7 +194,6 @@ def held(path: Path, doing: str, *, hint: str = "wait for it, or stop it") -> It
                 path=str(path),
             )
         file.truncate(0)
-        file.seek(0)
         file.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
         try:
             yield
@@ -225,4 +241,8 @@ def _said(file: IO[bytes]) -> str:
 
 
 def _lately(folder: Path) -> bool:
-    return any(time.time() - each.stat().st_mtime < _QUIET_SECONDS for each in folder.iterdir() if each.is_file())
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a temporary one, gone by now
+            if path.is_file() and time.time() - path.stat().st_mtime < _QUIET_SECONDS:
+                return True
+    return False

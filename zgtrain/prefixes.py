@@ -52,10 +52,8 @@ def remembered(output: Path) -> dict[str, Any] | None:
     value = read_json(path, remedy=remedy)
     if value is None:
         return None
-    kinds = {"job": str, "steps": int, "from_scratch": bool, "begun": list}
-    value.setdefault("begun", None)
-    for name, kind in kinds.items():
-        if not isinstance(value.get(name), kind) and not (name == "begun" and value[name] is None):
+    for name, kind in (("job", str), ("steps", int), ("from_scratch", bool), ("begun", list)):
+        if not isinstance(value.get(name), kind):
             raise damaged(path, f"{name} is {value.get(name)!r:.80}", remedy)
     return value
 

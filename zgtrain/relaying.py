@@ -76,24 +76,24 @@ def relay(
         raise zgstore.Invalid(f"{steps} steps train nothing", hint="say 1 or more after --steps")
     with held(job.output / _LOCK, "the job is being relayed"):
         again = relayed(job, steps=steps or job.train.steps)
-        if fresh:
-            _clear(again.output)
         return _relay(
-            job, again, from_scratch=from_scratch, place=device_of(device), stop=stop, progress=progress,
-            captured=captured,
+            job, again, from_scratch=from_scratch, fresh=fresh, place=device_of(device), stop=stop,
+            progress=progress, captured=captured,
         )  # fmt: skip
 
 
 def _relay(
-    job: Job, again: Job, *, from_scratch: bool, place: torch.device, stop: Callable[[], bool],
+    job: Job, again: Job, *, from_scratch: bool, fresh: bool, place: torch.device, stop: Callable[[], bool],
     progress: Callable[[int], Log], captured: Told,
 ) -> list[BlockReport]:  # fmt: skip
     store = zgstore.Store.open(job.snapshot.store)
     names = boundaries_of(job, store)
     blocks = len(names) - 1
     left = [None] * blocks if from_scratch else [_left(job, store, block) for block in range(blocks)]
-    _remember(again, left, from_scratch=from_scratch)
     refuse_shared(again, blocks)
+    if fresh:  # all that can be refused has been seen: what is there is lost for nothing less
+        _clear(again.output)
+    _remember(again, left, from_scratch=from_scratch)
     reports: list[BlockReport] = []
     prefix: zgstore.Digest | None = None
     for block in range(blocks):
@@ -209,15 +209,17 @@ def _remember(again: Job, left: Sequence[BlockReport | None], *, from_scratch: b
     said = {"job": again.identity(), "steps": again.train.steps, "from_scratch": from_scratch, "begun": begun}
     known = remembered(again.output) or said
     others = {
-        "job": "of another job, or of other steps under a schedule that ends with them",
+        "job": "of another job",
         "from_scratch": "begun in another way",
         "begun": "that began with other blocks than the job has trained by now",
     }
+    if known["steps"] != said["steps"] and again.train.schedule.name != "constant":
+        others["job"] = f"of {known['steps']} steps, which its schedule ends with"
     for name, what in others.items():
-        if known[name] != said[name] and known[name] is not None:
+        if known[name] != said[name]:
             raise zgstore.Refused(
                 f"{again.output} holds a relay {what}",
-                hint="run it as it was, or begin anew with --fresh",
+                hint=f"run it as it was, with --steps {known['steps']}, or begin anew with --fresh",
                 field=name,
                 expected=said[name],
                 actual=known[name],

@@ -245,6 +245,15 @@ def test_a_relay_from_scratch_needs_no_launch_and_is_another_one(tmp_path):
     assert "--fresh" in caught.value.hint
 
 
+def test_a_relay_whose_schedule_ends_with_its_steps_is_gone_on_with_by_as_many(tmp_path):
+    path, _, _ = trained(tmp_path, train='schedule = { name = "cosine" }')
+    relay(load_job(path), steps=3)
+    with pytest.raises(zgstore.Refused, match="a relay of 3 steps, which its schedule ends with") as caught:
+        relay(load_job(path))
+    assert "--steps 3" in caught.value.hint
+    relay(load_job(path), steps=3)
+
+
 def test_a_fresh_relay_waits_for_nobody_and_clears_nothing_under_another(tmp_path):
     _, job, _ = trained(tmp_path)
     relay(job, steps=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -34,16 +35,17 @@ def test_a_lock_is_held_by_one_who_is_named_and_by_nobody_after_a_kill(tmp_path)
 
 def test_who_looks_at_a_lock_keeps_nobody_from_it(tmp_path):
     path = tmp_path / ".lock"
-    path.touch()
+    looking, look = os.pipe()
     child = os.fork()
     if not child:
-        until = time.monotonic() + 1
-        while time.monotonic() < until:
-            holder(path)
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # as one who looks has it for a moment
+            os.write(look, b"1")
+            time.sleep(0.05)
         os._exit(0)
-    for _ in range(200):
-        with held(path, "it"):
-            pass
+    os.read(looking, 1)
+    with held(path, "it"):
+        assert holder(path) is not None
     os.waitpid(child, 0)
 
 
@@ -85,6 +87,6 @@ def test_what_is_not_ours_to_open_is_said_to_be(tmp_path):
         try:
             opened(path, remedy="")
         except zgstore.Invalid as error:
-            os._exit("may not be opened" not in error.message)
+            os._exit("cannot be opened" not in error.message)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -17,7 +17,7 @@ from zgstore.cli.session import Session, session_of
 from zgstore.cli.units import duration_text, short, size_text
 from zgtrain.cli.arguments import JobFile, job_of
 from zgtrain.cli.running import StepLine, count_text, loss_text
-from zgtrain.cli.tied import tie
+from zgtrain.cli.tied import PARENT, tie
 from zgtrain.job import BlockLaunch
 
 DETERMINISTIC: Final = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -76,7 +76,8 @@ def _together(session: Session, processes: int, folder: Path, block: int) -> dic
     Raises:
         zgstore.ZgError: what they failed of.
     """
-    from zgtrain.crew import ERRORS, Child, as_error, cause, started, talk_of  # noqa: PLC0415 - loads torch
+    from zgtrain.crew import ERRORS, Child, as_error, cause, started  # noqa: PLC0415 - loads torch
+    from zgtrain.files import made  # noqa: PLC0415
 
     words = [word for word in sys.argv[1:] if word not in {"--quiet", "-q", "--json"}]
     torchrun = ["torchrun", "--standalone", f"--nproc-per-node={processes}", "-m", "zgtrain.cli.main"]
@@ -87,7 +88,7 @@ def _together(session: Session, processes: int, folder: Path, block: int) -> dic
         for each in child:
             each.terminate()
 
-    with session.stops_by(end, saves=True), talk_of(folder / ERRORS) as errors:
+    with session.stops_by(end, saves=True), made(folder / ERRORS, remedy="remove it: a new one is begun") as errors:
         begin = errors.tell()
         child.append(started([*torchrun, *words, "--json", "--quiet"], errors))
         while True:
@@ -106,7 +107,7 @@ def _join(session: Session, device: str | None) -> str | None:
     import torch  # noqa: PLC0415 - the help need not load it
     from torch import distributed  # noqa: PLC0415
 
-    tie(os.getppid())  # torchrun itself may be killed, and would then end nobody
+    tie(int(os.environ.get(PARENT, os.getppid())))  # torchrun itself may be killed, and would then end nobody
     if int(os.environ["RANK"]):
         os.dup2(sys.stderr.fileno(), session.screen.fd)  # the first speaks for all; the log has what the others say
     if device is None and torch.cuda.is_available():

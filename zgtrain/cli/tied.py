@@ -9,6 +9,7 @@ import signal
 import sys
 from typing import Final
 
+PARENT: Final = "ZGTRAIN_PARENT"
 _PR_SET_PDEATHSIG: Final = 1
 _PROGRAMS: Final = {
     "zgtrain": "zgtrain.cli.main:run",
@@ -21,6 +22,7 @@ def main() -> None:
     """``python -m zgtrain.cli.tied PARENT PROGRAM ARGUMENTS…``."""
     parent, program, *arguments = sys.argv[1:]
     tie(int(parent))
+    os.environ[PARENT] = str(os.getpid())  # for those that torchrun starts
     # Several processes on the same cores: a thread that has nothing to do must not spin.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.argv = [program, *arguments]

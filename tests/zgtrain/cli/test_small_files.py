@@ -44,7 +44,15 @@ def whole(tmp_path_factory):
 @pytest.fixture
 def place(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "place")
-    return tmp_path / "place"
+    forget_code()
+    yield tmp_path / "place"
+    forget_code()
+
+
+def forget_code():
+    """Of the copy before: a module belongs to one folder as long as a process lasts."""
+    for name in [name for name in sys.modules if name.startswith("toy_student_")]:
+        del sys.modules[name]
 
 
 def a_folder(path):
@@ -128,6 +136,37 @@ def test_one_damaged_report_stops_no_other_block(place):
     assert report.error.exit_code == 20
     assert "report.json" in report.error.message
     assert read_report(load_job(place / "job.toml"), 1).steps == 7
+
+
+def test_a_file_in_the_place_of_a_blocks_folder_stops_that_block_alone(place, zg, monkeypatch):
+    monkeypatch.chdir(place)
+    shutil.rmtree("out")
+    (place / "out").mkdir()
+    (place / "out" / "block-000").write_text("")
+    shown = zg("status", "job.toml", "--json").json["blocks"]
+    assert [each["state"] for each in shown] == ["to do", "to do"]
+    assert "Not a directory" in shown[0]["error"]
+    report = launch(load_job(place / "job.toml"))
+    assert [each.state for each in report.blocks] == ["failed", "done"]
+    assert report.error.exit_code == 2
+
+
+@pytest.mark.parametrize("what", ["device", "factory"])
+def test_what_fresh_cannot_begin_loses_nothing(what, place, zg, monkeypatch):
+    monkeypatch.chdir(place)
+    job = load_job(place / "job.toml")
+    if what == "factory":
+        module = next(place.glob("toy_student_*.py"))
+        module.write_text(module.read_text() + "\n\ndef block(number, **_):\n    raise RuntimeError('no block')\n")
+        (place / "out" / "private.json").unlink()
+        (place / "out" / "relay" / "private.json").unlink()
+    device = ("--device", "nope") if what == "device" else ()
+    before = {path: path.read_bytes() for path in (place / "out").rglob("*") if path.is_file()}
+    assert zg("run", "job.toml", "--block", "0", "--fresh", *device).code == 2
+    assert zg("relay", "job.toml", "--fresh", *device).code == 2
+    for path, content in before.items():
+        assert path.read_bytes() == content, path
+    assert read_report(job, 0).steps == 7
 
 
 def test_a_block_whose_log_cannot_be_begun_stops_no_other(place):
