@@ -58,6 +58,11 @@ class ZgError(Exception):
         value = {"message": self.message, "hint": self.hint, "fields": self.fields}
         return type(self)(self.message + _CARRIED + json.dumps(value, default=str))
 
+    def as_json(self) -> dict[str, Any]:
+        """What ``--json`` prints under ``error``: the fields that say something, kind, message and hint."""
+        fields = {name: value for name, value in self.fields.items() if value not in (None, "")}
+        return {**fields, "kind": self.kind, "message": self.message, "hint": self.hint}
+
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by keyword, so that a worker process can raise it in its parent."""
         return (_rebuild, (type(self), self.message, self.hint, self.fields))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
-import json
 import os
 import shutil
 import sys
@@ -20,7 +19,7 @@ import zgstore
 from zgtrain.blockreport import CHECKPOINT, REPORT, BlockReport, behind, command, read_report
 from zgtrain.blocks import boundaries_of, ends_of, make_block, resolve_snapshot
 from zgtrain.checkpoint import load, restore_block, state_digest
-from zgtrain.files import disk_heard, read_json, sync_folder
+from zgtrain.files import disk_heard, read_json, sync_folder, write_json
 from zgtrain.job import Job
 from zgtrain.noise import diffusion
 from zgtrain.prefixes import prefix_pins
@@ -288,9 +287,8 @@ def _place(output: Path) -> Path:
     if not output.is_dir():
         strange = output.name if os.path.lexists(output) else None
     else:
-        earlier = read_json(output / MANIFEST, remedy="name another directory, or remove it first")
-        files = None if earlier is None else earlier.get("files")
-        ours = {MANIFEST, *files} if isinstance(files, dict) else set()
+        earlier = read_json(output / MANIFEST, {"files": dict}, remedy="name another directory, or remove it first")
+        ours = set() if earlier is None else {MANIFEST, *earlier["files"]}
         names = (str(path.relative_to(output)) for path in output.rglob("*") if path.is_symlink() or not path.is_dir())
         strange = next((name for name in names if name not in ours), None)
     if strange is not None:
@@ -317,7 +315,7 @@ def _write(student: nn.Module, manifest: Mapping[str, Any], place: Path) -> None
             for path in sorted(new.rglob("*"))
             if path.is_file()
         }
-        (new / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=2) + "\n", encoding="utf-8")
+        write_json(new / MANIFEST, {**manifest, "files": files})
         share(new)
         for path in new.rglob("*"):
             if path.is_file():

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, Final, NamedTuple, get_origin, get_type_hints
+from typing import Any, Final, NamedTuple, get_type_hints
 
 import zgstore
-from zgtrain.files import damaged, read_json, write_json
+from zgtrain.files import damaged, is_of, read_json, write_json
 from zgtrain.job import Job
 
 CHECKPOINT, REPORT, LOCK = "checkpoint.pt", "report.json", ".lock"
+EVALUATION: Final = "evaluation.json"  # of all blocks, beside their folders
 _REMEDY: Final = "remove it and run the block again: its checkpoint is kept"
 _SPENT: Final = ("data", "compute", "total")
 
@@ -94,27 +94,16 @@ def read_report(job: Job, block: int) -> BlockReport | None:
         zgstore.Corrupt: if the file is no report.
     """
     path = job.folder(block) / REPORT
-    value = read_json(path, remedy=_REMEDY)
+    kinds = get_type_hints(BlockReport)
+    value = read_json(path, kinds, remedy=_REMEDY)
     if value is None:
         return None
-    kinds = get_type_hints(BlockReport)
-    for name in (*kinds, *value):
-        if name not in kinds or name not in value or not _is(value[name], kinds[name]):
-            what = f"{name} is {value[name]!r:.80}" if name in value else f"{name} is missing"
-            raise damaged(path, what, _REMEDY)
+    if strange := [name for name in value if name not in kinds]:
+        raise damaged(path, f"{strange[0]!r:.80} is no field of a report", _REMEDY)
     spent = value["seconds"]
-    if not all(name in spent for name in _SPENT) or not all(_is(each, float) for each in spent.values()):
+    if not all(name in spent for name in _SPENT) or not all(is_of(each, float) for each in spent.values()):
         raise damaged(path, f"seconds is {spent!r:.80}", _REMEDY)
     return BlockReport(**value)
-
-
-def _is(value: Any, kind: Any) -> bool:
-    """Whether JSON's value is of a field's type; JSON writes some numbers without a point."""
-    if isinstance(kind, UnionType):
-        return any(_is(value, each) for each in kind.__args__)
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, (int, float) if kind is float else get_origin(kind) or kind)
 
 
 def finished(job: Job, block: int) -> BlockReport | None:
@@ -173,7 +162,7 @@ class Noted(NamedTuple):
     Args:
         step: Of the training.
         snapshot: Full digest; empty where a build is followed.
-        job: The job's identity; empty where nothing says.
+        job: The job's identity.
         time: When that was said, in seconds of Unix time.
     """
 
@@ -185,7 +174,7 @@ class Noted(NamedTuple):
 
 def note(checkpoint: Path, *, step: int, snapshot: str, job: str) -> None:
     """Say beside a checkpoint what it holds."""
-    write_json(_beside(checkpoint), {"step": step, "snapshot": snapshot, "job": job})
+    write_json(note_of(checkpoint), {"step": step, "snapshot": snapshot, "job": job})
 
 
 def noted(checkpoint: Path) -> Noted | None:
@@ -196,20 +185,18 @@ def noted(checkpoint: Path) -> Noted | None:
     Raises:
         zgstore.Corrupt: if the file says something else.
     """
-    path, remedy = _beside(checkpoint), "remove it: the checkpoint is whole without it"
-    value = read_json(path, remedy=remedy)
-    if value is None:
+    path = note_of(checkpoint)
+    remedy, kinds = "remove it: the checkpoint is whole without it", {"step": int, "snapshot": str, "job": str}
+    told = read_json(path, kinds, remedy=remedy)
+    if told is None:
         return None
-    told = {"snapshot": "", "job": "", **value}
-    for name, kind in (("step", int), ("snapshot", str), ("job", str)):
-        if not _is(told.get(name), kind):
-            raise damaged(path, f"{name} is {told.get(name)!r:.80}", remedy)
     try:
         return Noted(told["step"], told["snapshot"], told["job"], path.stat().st_mtime)
     except FileNotFoundError:  # gone since
         return None
 
 
-def _beside(checkpoint: Path) -> Path:
+def note_of(checkpoint: Path) -> Path:
+    """Where that is said."""
     other = checkpoint.with_suffix(".json")
     return other if other != checkpoint else checkpoint.with_suffix(".json.json")

@@ -18,14 +18,15 @@ from typing import Any, Final, NamedTuple
 from torch import nn
 
 import zgstore
-from zgtrain.blockreport import CHECKPOINT, LOCK, REPORT, BlockReport, finished
+from zgtrain.blockreport import CHECKPOINT, LOCK, REPORT, BlockReport, finished, note_of
 from zgtrain.checkpoint import seed_all
 from zgtrain.devices import device_of
-from zgtrain.files import held, read_json, write_json
+from zgtrain.files import read_json, write_json
 from zgtrain.job import BlockLaunch, Job, LossSpec
 from zgtrain.journal import FILE_NAME as LOG_NAME
 from zgtrain.journal import Journal
 from zgtrain.ledger import Log
+from zgtrain.locks import held
 from zgtrain.noise import Noise, make_noise
 from zgtrain.optimizing import make_optimizer
 from zgtrain.ranks import Ranks
@@ -340,7 +341,7 @@ def refuse_shared(job: Job, blocks: int) -> None:
     marker = job.output / _PRIVATE
     mark = {"job": job.identity(), "blocks": blocks}
     with suppress(zgstore.Corrupt):  # it is looked for again, and said again
-        if read_json(marker, remedy="") == mark:
+        if read_json(marker, {}, remedy="") == mark:
             return
     earlier: list[_Seen] = []
     for block in range(blocks):
@@ -378,8 +379,8 @@ def _journal(job: Job, folder: Path, block: int, ranks: Ranks) -> Iterator[Log]:
 
 
 def _clear(folder: Path) -> None:
-    for name in (CHECKPOINT, "checkpoint.json", REPORT, LOG_NAME):
-        (folder / name).unlink(missing_ok=True)
+    for path in (folder / CHECKPOINT, note_of(folder / CHECKPOINT), folder / REPORT, folder / LOG_NAME):
+        path.unlink(missing_ok=True)
     while (last := newest(folder)) is not None:
         shutil.rmtree(last)
 

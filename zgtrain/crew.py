@@ -169,7 +169,7 @@ class Crew:
             try:
                 report = finished(self.job, block)
             except zgstore.ZgError as error:  # of this block alone: the others are trained
-                run.state, run.error, report = FAILED, _value(error), None
+                run.state, run.error, report = FAILED, error.as_json(), None
             if report is not None and report.snapshot == snapshot and (report.targets == LIVE) == (self.source == LIVE):
                 run.state, run.report = DONE, report.as_value()
             self.runs.append(run)
@@ -188,7 +188,7 @@ class Crew:
             with made(self.job.folder(run.block) / ERRORS, remedy=_REMEDY) as errors:
                 self._children[slot] = started(["zgtrain", *words], errors)
         except zgstore.ZgError as error:
-            run.state, run.error = FAILED, _value(error)
+            run.state, run.error = FAILED, error.as_json()
             return
         self._at[slot] = run.block
         run.state, run.error = RUNNING, None
@@ -273,10 +273,6 @@ class Crew:
             self._stopping = True
             return
         self._start_build()
-
-
-def _value(error: zgstore.ZgError) -> dict[str, Any]:
-    return {"kind": error.kind, "message": error.message, "hint": error.hint}
 
 
 def as_error(value: Mapping[str, Any], message: str, **fields: Any) -> zgstore.ZgError:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from torch import nn
 
 import zgstore
 from zgtrain.assembler import gather, joined_student
+from zgtrain.blockreport import EVALUATION
 from zgtrain.blocks import boundaries_of
 from zgtrain.devices import device_of
 from zgtrain.files import write_json
@@ -18,8 +18,6 @@ from zgtrain.journal import FILE_NAME as LOG_NAME
 from zgtrain.journal import read_lines
 from zgtrain.judgement import Evaluation, Progress, judge
 from zgtrain.noise import without_target
-
-FILE_NAME: Final = "evaluation.json"
 
 
 def evaluate(job: Job, *, device: str | None = None, progress: Progress | None = None) -> Evaluation:
@@ -71,7 +69,7 @@ def evaluate(job: Job, *, device: str | None = None, progress: Progress | None =
         reports=gathered.reports, losses=_losses_not_finite(job, len(gathered.blocks)),
         sweep_rows=job.evaluate.sweep_rows, say=say,
     )  # fmt: skip
-    write_json(job.output / FILE_NAME, judged.as_value())
+    write_json(job.output / EVALUATION, judged.as_value())
     return judged
 
 

@@ -1,22 +1,17 @@
-"""The small files of a job's output: put in place whole, opened as if anybody could have put them there, and locked.
-
-Nothing here knows tensors.
-"""
+"""The files of a job's output: put in place whole, and opened as if anybody could have put them there."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
-import socket
 import stat
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Final
+from types import UnionType
+from typing import IO, Any, Final, get_origin
 
 import zgstore
 
@@ -24,9 +19,6 @@ _MOST_BYTES: Final = 64 << 20  # of a file that is read whole: a report has some
 _OPEN: Final = os.O_CLOEXEC | os.O_NONBLOCK  # a fifo must not block the open
 _DISK: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 _NO_FILE: Final = {errno.EISDIR, errno.ELOOP, errno.ENXIO}
-_HOLDER: Final = re.compile(r"pid \d+ on (\S+) since ")
-_GLANCE_SECONDS: Final = 0.2  # who asks whether a lock is held has it for a moment
-_QUIET_SECONDS: Final = 300  # another host's process that has said nothing for so long is taken to have ended
 
 
 # ---- writing ----
@@ -144,11 +136,16 @@ def _not_ours(path: Path, error: OSError) -> zgstore.Invalid:
     return zgstore.Invalid(f"{path} cannot be opened: {error.strerror}", hint=hint, path=str(path))
 
 
-def read_json(path: Path, *, remedy: str) -> dict[str, Any] | None:
+def read_json(path: Path, kinds: Mapping[str, Any], *, remedy: str) -> dict[str, Any] | None:
     """The JSON object in a file; None if there is no file.
 
+    Args:
+        path: Where.
+        kinds: The type of each field that must be there; others may be there too.
+        remedy: What to do about one that holds anything else.
+
     Raises:
-        zgstore.Corrupt: if the file holds anything else.
+        zgstore.Corrupt: if it does.
     """
     file = opened(path, remedy=remedy)
     if file is None:
@@ -163,86 +160,22 @@ def read_json(path: Path, *, remedy: str) -> dict[str, Any] | None:
         raise damaged(path, str(error), remedy) from error
     if not isinstance(value, dict):
         raise damaged(path, "it holds no JSON object", remedy)
+    for name, kind in kinds.items():
+        if name not in value or not is_of(value[name], kind):
+            said = f"is {value[name]!r:.80}" if name in value else "is missing"
+            raise damaged(path, f"{name} {said}", remedy)
     return value
+
+
+def is_of(value: Any, kind: Any) -> bool:
+    """Whether JSON's value is of a type, as annotations write it; JSON writes some numbers without a point."""
+    if isinstance(kind, UnionType):
+        return any(is_of(value, each) for each in kind.__args__)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else get_origin(kind) or kind)
 
 
 def damaged(path: Path, why: str, remedy: str) -> zgstore.Corrupt:
     """The error of a small file that is not what its name says."""
     return zgstore.Corrupt(f"{path} cannot be read: {why}", hint=remedy, object=path.name, path=str(path))
-
-
-# ---- locking ----
-
-
-@contextlib.contextmanager
-def held(path: Path, doing: str, *, hint: str = "wait for it, or stop it") -> Iterator[None]:
-    """One process at a time has a lock file, which says who it is; it is let go however that process ends.
-
-    Args:
-        path: The file; it and its folder are made.
-        doing: What is done under it, for whoever comes second.
-        hint: What that one can do.
-
-    Raises:
-        zgstore.Busy: if another process has it.
-    """
-    with made(path, remedy="remove it, and run the same again") as file:
-        if not _locked(file, fcntl.LOCK_EX, patience_seconds=_GLANCE_SECONDS):
-            raise zgstore.Busy(
-                f"{doing} by another process ({_said(file).strip() or 'unknown'})",
-                hint=hint,
-                path=str(path),
-            )
-        file.truncate(0)
-        file.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
-        try:
-            yield
-        finally:
-            file.truncate(0)
-
-
-def holder(path: Path) -> str | None:
-    """Who has a lock file: ``pid 17 on host``; None if nobody has.
-
-    A file system may keep another host's locks from us: its process is taken to be alive while files beside the lock
-    change.
-
-    Raises:
-        zgstore.Corrupt: if something else has the file's name.
-    """
-    file = opened(path, remedy="remove it")
-    if file is None:
-        return None
-    with file:
-        free, found = _locked(file, fcntl.LOCK_SH), _HOLDER.match(_said(file))
-    if found is None:
-        return None if free else "another process"
-    if not free or (found[1] != socket.gethostname() and _lately(path.parent)):
-        return found[0].removesuffix(" since ")
-    return None
-
-
-def _locked(file: IO[bytes], kind: int, *, patience_seconds: float = 0.0) -> bool:
-    give_up = time.monotonic() + patience_seconds
-    while True:
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= give_up:
-                return False
-            time.sleep(_GLANCE_SECONDS / 20)
-        else:
-            return True
-
-
-def _said(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read(200).decode("utf-8", "replace")
-
-
-def _lately(folder: Path) -> bool:
-    for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a temporary one, gone by now
-            if path.is_file() and time.time() - path.stat().st_mtime < _QUIET_SECONDS:
-                return True
-    return False

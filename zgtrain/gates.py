@@ -59,7 +59,7 @@ class Gate:
     """A verdict; it passes if all of its measures do.
 
     Args:
-        name: As TRAINING calls it.
+        name: As its page calls it.
         measures: At least one.
         detail: What else there is to see.
     """

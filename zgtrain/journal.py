@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 import zgstore
-from zgtrain.files import opened
+from zgtrain.files import opened, placed
 from zgtrain.job import LogSpec
 
 FILE_NAME = "log.jsonl"
@@ -46,9 +46,8 @@ class Journal:
             if self._begin_board is not None:
                 self._board = self._begin_board(purge_step=line["step"])
             kept = [each for each in read_lines(self._path) if each["step"] < line["step"]]
-            whole = self._path.with_name(f".{FILE_NAME}.new")  # put in place at once: a kill must not lose what is kept
-            whole.write_text("".join(json.dumps(each) + "\n" for each in kept), encoding="utf-8")
-            whole.replace(self._path)
+            with placed(self._path, by="new") as whole:  # a kill must not lose what is kept
+                whole.write("".join(json.dumps(each) + "\n" for each in kept).encode())
             self._file = self._path.open("a", encoding="utf-8")
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()

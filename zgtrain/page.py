@@ -34,7 +34,7 @@ blockquote{max-height:150px;overflow:auto;
 margin:0 0 12px;padding:0 0 0 12px;border-left:3px solid var(--line);white-space:pre-wrap;font-size:13.5px}
 """
 
-# What a reader who has not read TRAINING needs for each table and plot; HTML.
+# What a reader who knows none of this needs for each table and plot; HTML.
 SAID: Final = {
     "gates": """Are all numbers finite? Has every block learned? How much worse than the teacher's is the cross entropy
         (CE) of text that nobody trained on? Does the student use its context, does it repeat itself, does it write what

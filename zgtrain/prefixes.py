@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import zgstore
-from zgtrain.files import damaged, read_json, write_json
+from zgtrain.files import read_json, write_json
 from zgtrain.job import Job
 from zgtrain.noise import without_target
 from zgtrain.source import CACHED, RELAY, Rows, Source, interrupted, micro_batches
@@ -48,14 +48,8 @@ def remembered(output: Path) -> dict[str, Any] | None:
     Raises:
         zgstore.Corrupt: if its file says something else.
     """
-    path, remedy = output / _SETTINGS, "begin anew: `zgtrain relay JOB --fresh`"
-    value = read_json(path, remedy=remedy)
-    if value is None:
-        return None
-    for name, kind in (("job", str), ("steps", int), ("from_scratch", bool), ("begun", list)):
-        if not isinstance(value.get(name), kind):
-            raise damaged(path, f"{name} is {value.get(name)!r:.80}", remedy)
-    return value
+    kinds = {"job": str, "steps": int, "from_scratch": bool, "begun": list}
+    return read_json(output / _SETTINGS, kinds, remedy="begin anew: `zgtrain relay JOB --fresh`")
 
 
 def remember(output: Path, value: Mapping[str, Any]) -> None:

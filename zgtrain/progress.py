@@ -8,10 +8,10 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import zgstore
 from zgtrain.blockreport import CHECKPOINT, LOCK, Noted, command, finished, noted
-from zgtrain.files import holder
 from zgtrain.job import Job
 from zgtrain.journal import FILE_NAME as LOG_NAME
 from zgtrain.journal import read_lines
+from zgtrain.locks import holder
 
 TODO, RUNNING, STOPPED, DONE = "to do", "running", "stopped", "done"
 _TAIL_BYTES: Final = 1 << 16
@@ -26,7 +26,7 @@ class BlockStatus:
     Args:
         block: b.
         state: ``to do``, ``running``, ``stopped`` or ``done``.
-        step: The last one that was logged.
+        step: The last one: of the report where it is done, else of the log, else of the checkpoint.
         steps: Those of the job.
         loss: Of that step.
         rate: Steps a second, lately; None before there are two looks at the device.
@@ -146,7 +146,7 @@ def _snapshot(job: Job) -> _Found | None:
 
 def _other(job: Job, told: Noted, snapshot: str) -> str:
     """What of a checkpoint is not the job's; empty if all is."""
-    if told.job and told.job != job.identity():
+    if told.job != job.identity():
         return "job"
     return "snapshot" if snapshot and told.snapshot and told.snapshot != snapshot else ""
 

@@ -19,9 +19,9 @@ from zgtrain.assembler import load_block
 from zgtrain.blockreport import CHECKPOINT, BlockReport, command, finished, read_report, see_current
 from zgtrain.blocks import NOT_READ, boundaries_of, make_block, mending, refuse_shared, resolve_snapshot, train
 from zgtrain.devices import device_of
-from zgtrain.files import held
 from zgtrain.job import Job
 from zgtrain.ledger import Log
+from zgtrain.locks import held
 from zgtrain.prefixes import capture_prefix, joined, prefix_pins, relayed, remember, remembered
 from zgtrain.sharded import newest
 from zgtrain.source import LIVE, Source

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import zgstore
-from zgtrain.blockreport import BlockReport
+from zgtrain.blockreport import EVALUATION, BlockReport
 from zgtrain.economics import economics, reports_of
 from zgtrain.files import read_json, write_text
 from zgtrain.job import Job
@@ -19,8 +19,6 @@ from zgtrain.journal import FILE_NAME as LOG_NAME
 from zgtrain.journal import read_lines
 from zgtrain.page import page
 from zgtrain.progress import count_blocks
-
-EVALUATION: Final = "evaluation.json"
 
 
 def write_report(job: Job, path: Path | str, *, others: Sequence[Job] = ()) -> Path:
@@ -67,8 +65,8 @@ def gathered(job: Job, others: Sequence[Job] = ()) -> dict[str, Any]:
 def _judged(job: Job, reports: Sequence[BlockReport]) -> dict[str, Any]:
     """The evaluation of these very blocks, or why there is none to show."""
     command = f"zgtrain evaluate {job.path}{' --relay' if job.relay else ''}"
-    value = read_json(job.output / EVALUATION, remedy=f"evaluate again: `{command}`")
-    if value is not None and value.get("blocks") == [each.state_digest for each in reports]:
+    value = read_json(job.output / EVALUATION, {"blocks": list}, remedy=f"evaluate again: `{command}`")
+    if value is not None and value["blocks"] == [each.state_digest for each in reports]:
         return {"evaluation": value, "not_evaluated": None}
     why = "Not evaluated yet" if value is None else "Not evaluated since these blocks were trained"
     return {"evaluation": None, "not_evaluated": (why, command)}

@@ -35,9 +35,8 @@ from torch import distributed
 import zgstore
 import zgtrain
 from zgtrain.assembler import load_block
-from zgtrain.blockreport import finished
+from zgtrain.blockreport import EVALUATION, finished
 from zgtrain.blocks import noise_of, open_source
-from zgtrain.evaluator import FILE_NAME
 from zgtrain.files import write_json
 from zgtrain.independence import peak_memory_bytes
 from zgtrain.job import LossSpec
@@ -209,7 +208,7 @@ def see_same_bits(job: zgtrain.Job, live: Sequence[zgtrain.BlockReport], cached:
 
 
 def judge(job: zgtrain.Job, reports: Sequence[zgtrain.BlockReport]) -> Mapping[str, Any]:
-    kept = job.output / FILE_NAME
+    kept = job.output / EVALUATION
     known = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {"blocks": None}
     current = known["blocks"] == [report.state_digest for report in reports]
     return known if current else apart(zgtrain.evaluate, job).as_value()

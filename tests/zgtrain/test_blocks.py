@@ -13,7 +13,7 @@ from students import CODE, built, make_job
 
 import zgstore
 from zgtrain.assembler import load_block
-from zgtrain.blockreport import finished, read_report
+from zgtrain.blockreport import finished, note, read_report
 from zgtrain.blocks import boundaries_of, make_block, open_source, refuse_shared, resolve_snapshot, run
 from zgtrain.checkpoint import load, restore_block, state_digest
 from zgtrain.job import load_job
@@ -102,7 +102,7 @@ def test_a_block_that_was_trained_on_is_done_only_when_it_ends(tmp_path):
     shown = block_status(job, 0)
     assert (shown.state, shown.step, shown.steps, shown.checkpoint_step) == ("stopped", 11, 7, 11)
     assert "longer run" in shown.error
-    (job.folder(0) / "checkpoint.json").write_text('{"step": 7, "snapshot": ""}')  # a kill before it was said again
+    note(job.folder(0) / "checkpoint.pt", step=7, snapshot="", job=job.identity())  # a kill before it was said again
     with pytest.raises(zgstore.Refused, match="checkpoint is at step 11"):
         load_block(job, 0, read_report(job, 0))
     assert run(load_job(path, ["train.steps=11"]), block=0).steps == 11

@@ -10,7 +10,8 @@ import time
 import pytest
 
 import zgstore
-from zgtrain.files import held, holder, opened, write_json
+from zgtrain.files import opened, write_json
+from zgtrain.locks import held, holder
 
 
 def test_a_lock_is_held_by_one_who_is_named_and_by_nobody_after_a_kill(tmp_path):

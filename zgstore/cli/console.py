@@ -148,8 +148,7 @@ class Screen:
 
 def error_value(error: ZgError) -> dict[str, Any]:
     """What ``--json`` says of an error."""
-    fields = {name: value for name, value in error.fields.items() if value not in (None, "")}
-    return {**fields, "kind": error.kind, "message": _one_line(error.message), "hint": _one_line(error.hint)}
+    return {**error.as_json(), "message": _one_line(error.message), "hint": _one_line(error.hint)}
 
 
 def print_error(error: ZgError) -> None:

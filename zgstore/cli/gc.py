@@ -54,7 +54,7 @@ def gc(
         owner=owner,
         before=before,
     )
-    return Answer(report.as_json(), partial(_view, at_once=age == 0))
+    return Answer(report.as_json(), partial(_view, now=now, at_once=age == 0))
 
 
 _REASONS = {
@@ -64,11 +64,11 @@ _REASONS = {
 }  # fmt: skip
 
 
-def _view(value: dict[str, Any], *, at_once: bool) -> Iterator[Block]:
+def _view(value: dict[str, Any], *, now: bool, at_once: bool) -> Iterator[Block]:
     if value["dry_run"]:
         yield Line("nothing was touched; this is what would be done")
     yield Facts(list(_done(value, at_once=at_once)))
-    if value["dry_run"] and at_once and value["resumable"]["objects"]:
+    if value["dry_run"] and now and value["resumable"]["objects"]:
         yield Line("")
         yield Line(_cost_of_now(value["resumable"]))
     if value["freeable_now"]["objects"]:

@@ -127,7 +127,7 @@ def keeps(ref: Ref, rules: Rules, protocol: Protocol, *, expired: bool, name_kee
 
 @cache
 def expired(ref: Ref, rules: Rules, protocol: Protocol) -> int:
-    """``gcplan.expired``: how many of the oldest entries go, the newest past retention and all before it."""
+    """What ``roots(…).past`` names: how many of the oldest entries go, the newest past retention and all before it."""
     taken = history(ref).taken if ref.means != NOTHING else ()
     past = taken[kept(ref, rules, protocol) :][:1]
     return len(ref.log) - past[0] if past else 0

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from students import built, make_job
+from students import CODE, built, make_job
 
 from zgtrain import status
 from zgtrain.cli.catalogue import COMMANDS
-from zgtrain.files import held
 from zgtrain.job import load_job
+from zgtrain.locks import held
 
 NAMED = {"plan", "run", "launch", "relay", "status", "assemble", "evaluate", "economics", "report"}
 REFERENCE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "zgtrain.md"
@@ -31,6 +31,18 @@ def test_every_command_is_there_has_help_and_is_in_the_reference(zg):
         for option in set(re.findall(r"--[a-z][a-z-]+", ran.out)) - {"--help"}:
             assert option in text, f"{name} {option}"
         assert f"## {name}" in text
+
+
+def test_a_plan_counts_the_cores_that_would_be_asked(zg, tmp_path):
+    cored = """
+from zgtrain.gradient.cores import PhysicalCore
+
+def block(number, **_):
+    return nn.Sequential(Block(), *(PhysicalCore(torch.tanh) for _ in range(1 + number)))
+"""
+    job = make_job(tmp_path, code=CODE + cored, train='gradient = "zeroth-order"')
+    built(job)
+    assert re.findall(r"\d cores?\b", zg("plan", job).out) == ["1 core", "2 cores"]
 
 
 def test_a_job_from_plan_to_report(zg, trained, tmp_path):
@@ -145,7 +157,7 @@ def test_status_of_a_running_block_names_rate_and_time_left(zg, tmp_path):
     folder.mkdir(parents=True)
     lines = [{"step": n, "loss": 1 / n, "seconds": float(n // 5)} for n in range(1, 51)]
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 51, "lo')
-    (folder / "checkpoint.json").write_text(json.dumps({"step": 40, "snapshot": ""}))
+    (folder / "checkpoint.json").write_text(json.dumps({"step": 40, "snapshot": "", "job": job.identity()}))
     with held(folder / ".lock", "it"):
         first = zg("status", path, "--json").json["blocks"][0]
     assert (first["state"], first["step"], first["checkpoint_step"]) == ("running", 50, 40)
