@@ -40,6 +40,11 @@ class ActionFile(NamedTuple):
     size: int
 
 
+def _file(folder: int, path: Path, name: re.Match[str]) -> ActionFile:
+    found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+    return ActionFile(path, name[1], name[2], found.st_mtime, found.st_size)
+
+
 class Memos:
     """The actions, measurements and builds of one store.
 
@@ -81,15 +86,19 @@ class Memos:
 
     def actions(self) -> Iterator[ActionFile]:
         """Every action's file."""
+        for folder, path, name in self._actions():
+            with contextlib.suppress(FileNotFoundError):
+                yield _file(folder, path, name)
+
+    def _actions(self) -> Iterator[tuple[int, Path, re.Match[str]]]:
+        """Of each the handle of its folder, its path, and the parts of its name."""
         for prefix in PREFIXES:
             with contextlib.suppress(FileNotFoundError), directory(self.root, "actions", prefix) as folder:
+                place = self.root / "actions" / prefix
                 for name in sorted(listing(folder)):
                     match = _ACTION.fullmatch(name)
                     if match is not None:
-                        with contextlib.suppress(FileNotFoundError):
-                            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                            path = self.root / "actions" / prefix / name
-                            yield ActionFile(path, match[1], match[2], found.st_mtime, found.st_size)
+                        yield folder, place / name, match
 
     def read_action(self, file: ActionFile) -> Action | None:
         """The action in a file; None, and dropped, if it is torn."""
@@ -97,13 +106,13 @@ class Memos:
 
     def actions_of(self, blob: Digest) -> Iterator[tuple[ActionFile, Action]]:
         """The actions that a blob came out of; the others, of which there may be a million, are not parsed."""
-        for file in self.actions():
-            content = None
-            with contextlib.suppress(Corrupt):  # left to a build or a collection, which drop it
-                content = self._content(file.path)
-            action = self.read_action(file) if blob.raw in (content or b"") else None
-            if action is not None and action.blob.digest == blob:
-                yield file, action
+        for folder, path, name in self._actions():
+            with contextlib.suppress(Corrupt, FileNotFoundError):  # left to a build or a collection, which drop it
+                if blob.raw in read_all(folder, path.name, path, limit_bytes=_MAX_ACTION_BYTES):
+                    file = _file(folder, path, name)
+                    action = self.read_action(file)
+                    if action is not None and action.blob.digest == blob:
+                        yield file, action
 
     def _action(self, prefix: str, name: str) -> Action | None:
         path = self.root / "actions" / prefix / name
