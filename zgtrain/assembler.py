@@ -143,10 +143,10 @@ def load_block(job: Job, block: int, report: BlockReport) -> nn.Module:
     """
     folder = job.folder(block)
     module = make_block(job, block)
-    state, step = _saved(job, block)
+    state, passing, step = _saved(job, block)
     if step > report.steps:
         raise behind(job, block, report.steps, step)
-    restore_block(module, state)
+    restore_block(module, state, passing=passing)
     actual = state_digest(module)
     if actual != report.state_digest:
         raise zgstore.Corrupt(
@@ -157,8 +157,8 @@ def load_block(job: Job, block: int, report: BlockReport) -> nn.Module:
     return module.eval()
 
 
-def _saved(job: Job, block: int) -> tuple[Mapping[str, Tensor], int]:
-    """A block's tensors as they were saved, and the step."""
+def _saved(job: Job, block: int) -> tuple[Mapping[str, Tensor], Sequence[str], int]:
+    """A block's tensors as they were saved, which of them are passing buffers, and the step."""
     folder = job.folder(block)
     last = newest(folder)
     saved = load(folder / CHECKPOINT if last is None else last / FIRST_RANK)
@@ -167,7 +167,7 @@ def _saved(job: Job, block: int) -> tuple[Mapping[str, Tensor], int]:
             f"block {block} has a report and no checkpoint", hint=f"train it again: `{command(job, block, fresh=True)}`"
         )
     step: int = saved["ledger"]["step"]
-    return (saved["block_state"] if last is None else gathered_state(folder)), step
+    return (saved["block_state"] if last is None else gathered_state(folder)), saved.get("passing", ()), step
 
 
 # ---- what belongs together ----

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -81,27 +81,75 @@ def _corrupt(path: Path, why: str) -> zgstore.Corrupt:
 
 def block_state(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, those that ``state_dict`` leaves out too; the tensors themselves."""
-    return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    return {name: tensor.detach() for name, tensor in _tensors(module)}
+
+
+def passing_buffers(module: nn.Module) -> list[str]:
+    """Names of the buffers that ``state_dict`` leaves out: a block may make them, or make them longer, as it runs."""
+    kept = module.state_dict()
+    return [name for name, _ in module.named_buffers() if name not in kept]
 
 
 @torch.no_grad()
-def restore_block(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+def restore_block(module: nn.Module, state: Mapping[str, Tensor], *, passing: Collection[str] = ()) -> None:
     """Put a state back, in place.
+
+    Args:
+        module: The block.
+        state: Of `block_state`.
+        passing: Of `passing_buffers` when the state was taken; these, and the block's own, need not be alike.
 
     Raises:
         zgstore.Refused: if the block has other tensors.
     """
-    mine = block_state(module)
+    _renew_buffers(module, state, dict.fromkeys((*passing, *passing_buffers(module))))
+    mine = dict(_tensors(module))
     for name in (*mine, *state):
-        said = [f"{list(each[name].shape)}" if name in each else "nothing" for each in (mine, state)]
+        said = [_said(each.get(name)) for each in (mine, state)]
         if said[0] != said[1]:
             raise zgstore.Refused(
                 f"the block has {said[0]} for {name!r}, and the checkpoint {said[1]}",
-                hint="the block's code or arguments changed: restore them, or train with --fresh",
+                hint="if the block's code or arguments changed, restore them, or train with --fresh; a buffer that a "
+                "block makes or changes as it runs is to be registered with persistent=False",
                 name=name,
             )
     for name, tensor in mine.items():
-        tensor.copy_(state[name])
+        if _overlaps(tensor):
+            tensor.data = _copied(state[name], tensor.device)
+        else:
+            tensor.copy_(state[name])
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _renew_buffers(module: nn.Module, state: Mapping[str, Tensor], names: Collection[str]) -> None:
+    """Register the buffers of these names anew that the state has otherwise, or that one of the two has not."""
+    mine = dict(_tensors(module))
+    device = next(iter(mine.values())).device if mine else None
+    for name in names:
+        if _said(mine.get(name)) == _said(state.get(name)):
+            continue
+        path, _, own = name.rpartition(".")
+        tensor = _copied(state[name], device) if name in state else None
+        with contextlib.suppress(AttributeError, KeyError):  # what has no place for it is refused by name
+            module.get_submodule(path).register_buffer(own, tensor, persistent=False)
+
+
+def _said(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements share their memory, as ``expand`` has it: nothing can be written into it."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """A copy that lies as the tensor does, if no memory is shared: kernels may round by how their operands lie."""
+    return tensor.detach().to(device).clone()
 
 
 def state_digest(module: nn.Module) -> str:
@@ -130,7 +178,7 @@ def _chunks(value: Any) -> Iterator[bytes | memoryview]:
         for each in value:
             yield from _chunks(each)
     elif isinstance(value, Tensor):
-        tensor = whole(value.detach()).cpu().contiguous()
+        tensor = whole(value.detach()).cpu().resolve_conj().resolve_neg().contiguous()
         yield f"{tensor.dtype} {list(tensor.shape)}\0".encode()
         yield tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
     else:

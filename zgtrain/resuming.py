@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 import zgstore
 from zgtrain.blockreport import note
-from zgtrain.checkpoint import block_state, capture_rng, load, restore_block, restore_rng, save, seed_all, state_digest
+from zgtrain.checkpoint import (
+    block_state,
+    capture_rng,
+    load,
+    passing_buffers,
+    restore_block,
+    restore_rng,
+    save,
+    seed_all,
+    state_digest,
+)
 from zgtrain.ledger import Ledger, Log, not_finite
 from zgtrain.ranks import Ranks, own_part
 from zgtrain.sharded import load_fields, load_sharded, newest, save_sharded
@@ -44,7 +54,8 @@ def keeper(
         if path is None or kept == [ledger.step, data.snapshot]:
             return
         began = time.perf_counter()
-        fields = {**who, "ledger": ledger.as_state(), "rng": capture_rng()}
+        passing = passing_buffers(block)
+        fields = {**who, "ledger": ledger.as_state(), "rng": capture_rng(), "passing": passing}
         if ranks.world > 1:
             save_sharded(path.parent, fields, block, optimizer, initial=initial, ranks=ranks)
         else:
@@ -82,7 +93,7 @@ def begin(
         return Ledger(initial_digest=state_digest(block)), initial
     _refuse_others(path, state, who)
     if ranks.world == 1:
-        restore_block(block, state["block_state"])
+        restore_block(block, state["block_state"], passing=state.get("passing", ()))
         optimizer.load_state_dict(state["optimizer"])
         device = next(iter(block.parameters())).device
         initial = {name: tensor.to(device) for name, tensor in state["initial"].items()}

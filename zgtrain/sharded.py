@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import zgstore
-from zgtrain.checkpoint import block_state, load, save
+from zgtrain.checkpoint import block_state, load, restore_block, save
 from zgtrain.files import sync_folder
 from zgtrain.ranks import Ranks
 
@@ -91,8 +91,11 @@ def load_sharded(
     for name, keys in rest["tensors"].items():
         tensors |= {f"{name}\0{key}": torch.zeros_like(names[name]).detach() for key in keys}
     initial = {name: torch.zeros_like(t) for name, t in block_state(block).items()} if fields["has_initial"] else {}
+    # Parameters in place, as each process holds a part of them; buffers as they were saved, which may be longer.
+    state = _empty(last) | {name: each.detach() for name, each in names.items()}
     with _failures_raised():
-        state_dict_loader.load({_BLOCK: block_state(block), _OPTIMIZER: tensors, _INITIAL: initial}, checkpoint_id=last)
+        state_dict_loader.load({_BLOCK: state, _OPTIMIZER: tensors, _INITIAL: initial}, checkpoint_id=last)
+    restore_block(block, state, passing=fields.get("passing", ()))
     for name, plain in rest["plain"].items():
         held = {key: tensors[f"{name}\0{key}"] for key in rest["tensors"].get(name, ())}
         optimizer.state[names[name]] = {**plain, **held}
@@ -108,22 +111,28 @@ def gathered_state(folder: Path) -> dict[str, Tensor]:
         zgstore.NotFound: if there is none.
     """
     from torch.distributed.checkpoint import state_dict_loader  # noqa: PLC0415 - a second that others need not pay
-    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415
 
     last = newest(folder)
     if last is None:
         raise zgstore.NotFound(f"there is no sharded checkpoint in {folder}", hint="run the block first")
-    stored = FileSystemReader(last).read_metadata().state_dict_metadata
-    block = {
-        name.removeprefix(f"{_BLOCK}."): torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if name.startswith(f"{_BLOCK}.") and isinstance(entry, TensorStorageMetadata)
-    }
+    block = _empty(last)
     with warnings.catch_warnings(), _failures_raised():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
         state_dict_loader.load({_BLOCK: block}, checkpoint_id=last, no_dist=True)
     return block
+
+
+def _empty(checkpoint: Path) -> dict[str, Tensor]:
+    """The block's tensors of a checkpoint, whole and without their values."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 - a second, as above
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415
+
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return {
+        name.removeprefix(f"{_BLOCK}."): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if name.startswith(f"{_BLOCK}.") and isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def newest(folder: Path) -> Path | None:

@@ -58,6 +58,29 @@ def test_a_student_is_the_trained_blocks_one_after_the_other_and_its_manifest_sa
     assert again.manifest["state_digest"] == made.manifest["state_digest"]
     with pytest.raises(zgstore.Invalid, match="no student of ours"):
         assemble(job, tmp_path)
+
+
+def test_blocks_that_make_buffers_as_they_run_or_have_expanded_ones_are_assembled_and_relayed(tmp_path):
+    tables = """
+class Tables(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("ones", torch.ones(1, 1).expand(6, 16))
+    def forward(self, x):
+        if not hasattr(self, "cos"):
+            self.register_buffer("cos", torch.linspace(1, 2, x.shape[1]), persistent=False)
+        return super().forward(x) * self.cos[:, None] * self.ones
+def block(number, **_):
+    return Tables()
+"""
+    _, job, _ = trained(tmp_path, code=CODE + tables)
+    made = assemble(job, tmp_path / "student")
+    assert [state_digest(block) for block in made.student] == [read_report(job, b).state_digest for b in (0, 1)]
+    weights = load_file(tmp_path / "student" / "model.safetensors")
+    assert torch.equal(weights["0.ones"], torch.ones(6, 16))
+    assert not any("cos" in name for name in weights)
+    reports = relay(job)
+    assert [state_digest(block) for block in gather(relayed(job)).blocks] == [each.state_digest for each in reports]
     for path in (tmp_path / "student" / "mine.txt", tmp_path / "student" / "mine" / "notes.md"):
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")

@@ -18,6 +18,7 @@ from zgtrain.checkpoint import (
     block_state,
     capture_rng,
     load,
+    passing_buffers,
     restore_block,
     restore_rng,
     rng_kept,
@@ -126,6 +127,67 @@ def test_a_blocks_state_has_buffers_that_no_state_dict_has():
     assert state_digest(one) == state_digest(two)
 
 
+class Changing(nn.Module):
+    """A block whose buffers are others once it has run: longer, of another dtype, made, gone."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("cos", torch.ones(2), persistent=False)
+        self.register_buffer("sin", torch.ones(5), persistent=False)
+        self.register_buffer("later", None, persistent=False)
+        self.register_buffer("first", torch.ones(3), persistent=False)
+
+    def run(self):
+        self.register_buffer("cos", noise_of(5), persistent=False)
+        self.sin = self.sin.double() / 3
+        self.later = noise_of(2, 3).t()
+        self.inner.register_buffer("made", noise_of(4), persistent=False)
+        self.first = None
+        return self
+
+
+def test_buffers_that_a_block_made_as_it_ran_are_put_back_as_they_were():
+    one, two = Changing().run(), Changing()
+    state = {name: tensor.clone() for name, tensor in block_state(one).items()}
+    assert set(passing_buffers(one)) == {"cos", "sin", "later", "inner.made"}
+    restore_block(two, state, passing=passing_buffers(one))
+    assert state_digest(two) == state_digest(one)
+    assert two.first is None
+    assert two.later.stride() == one.later.stride()
+    assert two.cos.data_ptr() != state["cos"].data_ptr()
+    assert two.state_dict().keys() == Changing().state_dict().keys()
+    restore_block(one, state)  # of its own it knows which they are
+    with pytest.raises(zgstore.Refused, match="nothing for 'later'"):
+        restore_block(Changing(), state)
+
+
+def test_a_buffer_of_the_state_dict_that_changed_is_refused_and_the_remedy_is_said():
+    grown = Block()
+    grown.seen = torch.zeros(3)
+    for state in (block_state(grown), {**block_state(Block()), "seen": torch.zeros(2).double()}):
+        with pytest.raises(zgstore.Refused, match="'seen'") as caught:
+            restore_block(Block(), state, passing=passing_buffers(grown))
+        assert "persistent=False" in caught.value.hint
+
+
+def test_a_tensor_whose_elements_share_memory_is_put_back_under_each_of_its_names():
+    class Expanded(nn.Module):
+        def __init__(self, fill):
+            super().__init__()
+            self.register_buffer("ones", torch.full((1, 1), fill).expand(3, 4))
+            self.inner = nn.Linear(2, 2)
+            self.inner.register_buffer("same", self.ones)
+            self.scale = nn.Parameter(torch.tensor(fill).expand(2), requires_grad=False)
+
+    one, two = Expanded(2.0), Expanded(1.0)
+    restore_block(two, block_state(one))
+    assert state_digest(two) == state_digest(one)
+    assert two.inner.same is two.ones
+    assert two.scale.tolist() == [2.0, 2.0]
+    assert two.ones.is_contiguous()  # as a file of weights wants it
+
+
 def test_another_blocks_state_is_refused_by_name():
     with pytest.raises(zgstore.Refused, match=r"linear\.weight"):
         restore_block(Block(5), block_state(Block()))
@@ -145,6 +207,9 @@ def test_the_digest_sees_one_bit_dtypes_and_names():
     digests = [digest(zeros), digest(negative), digest(zeros.half()), digest(zeros.reshape(2, 2)), digest(zeros, "w")]
     assert len(set(digests)) == len(digests)
     assert digest(zeros.reshape(2, 2).t().contiguous().t()) == digest(zeros.reshape(2, 2))
+    turned = torch.view_as_complex(noise_of(3, 2))
+    assert digest(turned.conj()) == digest(turned.conj().resolve_conj()) != digest(turned)
+    assert digest(turned.conj().imag) == digest(-turned.imag)  # which has the bit of a negative
 
 
 def drawn():

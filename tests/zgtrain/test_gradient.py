@@ -243,6 +243,26 @@ def test_a_whole_block_is_probed_in_its_parameters_and_leaves_no_trace():
         assert torch.allclose(each, right, rtol=1e-5, atol=1e-6)
 
 
+def test_the_queries_leave_a_buffer_alone_that_the_first_pass_made():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x):
+            if not hasattr(self, "calls"):
+                self.register_buffer("calls", torch.zeros(()), persistent=False)
+            self.calls += 1
+            return self.up(x) * self.calls
+
+    block, x = Counting().double(), normal(2, 3, 4)
+    found, _, _, _ = of_whole(block, x, x, probes=20, probe="orthogonal")
+    assert float(block.calls) == 1
+    block.calls.zero_()
+    again, _, _, _ = of_whole(block, x, x, probes=20, probe="orthogonal")
+    assert all(map(torch.equal, found, again))
+
+
 COMPUTED = [
     (torch.float64, False, 1e-4), (torch.float32, False, 1e-3), (torch.float16, False, 0.03),
     (torch.bfloat16, False, 0.1), (torch.float32, True, 0.1),

@@ -35,9 +35,24 @@ from zgtrain.trainer import train_block
 torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).step()  # what torch loads late, once for all children
 
 
+class Tanh(nn.Tanh):
+    "With a table that it makes longer, as rotary ones are, and one that it makes."
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(2), persistent=False)
+
+    def forward(self, x):
+        if len(self.table) < x.shape[1]:
+            self.register_buffer("table", torch.linspace(1, 2, x.shape[1]), persistent=False)
+            self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.calls += 1
+        return super().forward(x) * self.table[:, None] + 1e-3 * self.calls
+
+
 def train(folder, name, *, steps=7, stop_at=None, shard=True, replicas=1, **options):
     torch.manual_seed(3)
-    block = nn.Sequential(nn.Linear(8, 13), nn.Tanh(), nn.Linear(13, 8))
+    block = nn.Sequential(nn.Linear(8, 13), Tanh(), nn.Linear(13, 8))
     if shard and dist.is_initialized():
         fully_shard(block[0])  # a layer that is whole only while it runs
         fully_shard(block)
@@ -164,7 +179,8 @@ def test_nothing_is_counted_that_is_not_there(found):
 def test_one_process_gathers_the_shards(found, folder):
     state = gathered_state(folder / "sharded")
     block = torch.nn.Sequential(torch.nn.Linear(8, 13), torch.nn.Tanh(), torch.nn.Linear(13, 8))
-    restore_block(block, state)
+    restore_block(block, state, passing=["1.table", "1.calls"])
+    assert block[1].calls == 7
     assert state_digest(block) == found["sharded"]["state_digest"]
     left = {each.name for each in (folder / "sharded").iterdir()}
     assert left == {newest(folder / "sharded").name, "checkpoint.json"}

@@ -91,6 +91,51 @@ def test_stopped_after_any_step_and_resumed_it_ends_as_if_never_stopped(store, t
             whole.first_window_mean_loss, whole.last_window_mean_loss)  # fmt: skip
 
 
+class Grown(Block):
+    """A block with a table that it makes longer, as rotary ones are, and one that it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cos", torch.ones(2), persistent=False)
+
+    def forward(self, x):
+        if len(self.cos) < x.shape[1]:
+            self.register_buffer("cos", torch.linspace(1, 2, x.shape[1]), persistent=False)
+            self.up.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.up.calls += 1
+        return super().forward(x) * self.cos[:, None] + 1e-3 * self.up.calls
+
+
+class Expanded(Block):
+    """A block with buffers that nothing can be written into, or whose bytes are not their values."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([[0.5]]).expand(5, 8))
+        self.register_buffer("turns", torch.ones(3, dtype=torch.complex64).conj())
+
+    def forward(self, x):
+        return super().forward(x) * self.mask
+
+
+@pytest.mark.parametrize("gradient", ["backprop", "zeroth-order"])
+@pytest.mark.parametrize("make", [Grown, Expanded])
+def test_a_block_whose_buffers_are_no_plain_ones_goes_on_as_if_never_stopped(store, tmp_path, make, gradient):
+    def one():
+        torch.manual_seed(3)
+        return make()
+
+    options = {"gradient": {"name": gradient, "probes": 2}, "steps": 4}
+    whole = train(store, one(), **options)
+    for step in (1, 3):
+        with pytest.raises(zgstore.Interrupted):
+            train(store, one(), checkpoint=tmp_path / "c.pt", **options | stopped_at(step))
+    again = train(store, one(), checkpoint=tmp_path / "c.pt", **options)
+    assert again.resumed_from == 3
+    assert again.state_digest == whole.state_digest
+    assert again.last_window_mean_loss == whole.last_window_mean_loss
+
+
 def test_stopped_twice_in_an_epoch_with_schedule_anchor_validation_and_accumulation(ragged, tmp_path):
     options = {
         "schedule": ScheduleSpec("cosine", warmup=2), "anchor": 0.5, "accumulate": 2, "batch_size": 2,

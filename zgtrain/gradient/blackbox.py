@@ -190,7 +190,7 @@ class Whole:
         self._context, self._asking = context, asking
         self._keys = asking.next_key(), asking.next_key()
         self._trained = [each for each in self._called.parameters() if each.requires_grad]
-        self._names = _names_of(self._called)
+        self._names: Mapping[int, list[str]] = {}
         device = self._trained[0].device
         self._draws = _Draws(device)
         self._autocast = (
@@ -221,6 +221,7 @@ class Whole:
 
     def cotangents(self, inputs: Sequence[Tensor], cotangent: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
         source, *parameters = inputs
+        self._names = _names_of(self._called)  # after the forward pass, which may have made buffers, or replaced them
         sizes = [each.numel() for each in parameters]
         vector = torch.cat([each.flatten() for each in parameters]).unsqueeze(0)
 
