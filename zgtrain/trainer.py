@@ -81,7 +81,8 @@ def train_block(
         reader: A reader with both columns, or a `Source`.
         source: Column of boundary b; not needed with a `Source`.
         target: Column of boundary b + 1.
-        optimizer: Over the block's parameters; default AdamW with a learning rate of 1e-4.
+        optimizer: Over all of the block's parameters that require a gradient; default AdamW with a learning rate of
+            1e-4.
         steps: Optimiser steps, those of a resumed checkpoint among them.
         forward: ``(block, source, context) -> prediction``; default ``block(source)``, which knows no mask.
         loss: A name, a ``LossSpec``, the job file's table, or ``(prediction, target, context) -> each token's loss``.
@@ -115,7 +116,7 @@ def train_block(
         What was done, and counted.
 
     Raises:
-        zgstore.Invalid: for what a job file may not say, or an optimizer of other parameters.
+        zgstore.Invalid: for what a job file may not say, or an optimizer of other parameters, or of some of them.
         zgstore.Interrupted: if asked to stop; the state is saved.
         zgstore.Corrupt: if a damaged shard is met; the state of the step before is saved.
         zgstore.Refused: for a padded mask without ``forward``, or a checkpoint of something else.
@@ -129,7 +130,7 @@ def train_block(
     objective = make_objective(loss, None if interface is None else interface.to(place), boundary=data.target,
                                weighted=noise is not None and noise.sigma_data is not None)  # fmt: skip
     parameters = _trained(block)
-    optimizer = _over(optimizer or make_optimizer(OptimizerSpec(), parameters), parameters)
+    optimizer = _over(optimizer or make_optimizer(OptimizerSpec(), parameters), block)
     refuse_settings(
         steps=steps, seed=seed, batch_size=batch_size, order=order, max_grad_norm=max_grad_norm, precision=precision,
         accumulate=accumulate, deterministic=deterministic, anchor=anchor, validate_every=validate_every,
@@ -365,12 +366,22 @@ def _trained(block: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
-def _over(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _over(optimizer: torch.optim.Optimizer, block: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer, seen to step all that gets a gradient: else that would count in the norm, and be clipped for."""
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    if held.isdisjoint(map(id, parameters)):
+    trained = {name: each for name, each in block.named_parameters() if each.requires_grad}
+    left = [name for name, each in trained.items() if id(each) not in held]
+    if len(left) == len(trained):
         raise zgstore.Invalid(
             "the optimizer holds none of the block's parameters: nothing would be trained",
             hint="make it over block.parameters() of the block that is given, after whatever replaces them",
+        )
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise zgstore.Invalid(
+            f"the block's {', '.join(map(repr, left[:3]))}{more} would get a gradient, and the optimizer has no step "
+            "for it",
+            hint="freeze what is not to be trained, by requires_grad_(False), or give it to the optimizer too",
         )
     return optimizer
 

@@ -462,6 +462,20 @@ def test_an_optimizer_of_another_blocks_parameters_is_refused(store):
                     optimizer=torch.optim.SGD(block_of().parameters(), lr=0.1))  # fmt: skip
 
 
+def test_an_optimizer_of_a_part_is_refused_by_what_it_leaves_out_until_that_is_frozen(store):
+    def over_down(block):
+        with zgstore.read(store, "main") as reader:
+            return train_block(block, reader, source="h.0", target="h.1", steps=2,
+                               optimizer=torch.optim.SGD(block.down.parameters(), lr=0.1))  # fmt: skip
+
+    block = block_of()
+    with pytest.raises(zgstore.Invalid, match=r"'up\.weight', 'up\.bias' would get a gradient") as caught:
+        over_down(block)
+    assert "requires_grad_(False)" in caught.value.hint
+    block.up.requires_grad_(False)
+    assert over_down(block).trained_parameters == sum(each.numel() for each in block.down.parameters())
+
+
 def test_a_prediction_of_another_shape_is_refused(store):
     with pytest.raises(zgstore.Invalid, match="its target is"):
         train(store, forward=lambda block, source, context: (block(source),))
