@@ -60,7 +60,7 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
 
 
 def _boxes(cores: int | None) -> str:
-    return "the whole block" if not cores else f"{cores} cores"
+    return "the whole block" if not cores else f"{cores} core{'s' * (cores > 1)}"
 
 
 def _name(block: dict[str, Any]) -> str:
