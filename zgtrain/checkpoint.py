@@ -114,7 +114,7 @@ def restore_block(module: nn.Module, state: Mapping[str, Tensor], *, passing: Co
                 name=name,
             )
     for name, tensor in mine.items():
-        if _overlaps(tensor):
+        if _indirect(tensor):
             tensor.data = _copied(state[name], tensor.device)
         else:
             tensor.copy_(state[name])
@@ -142,14 +142,18 @@ def _said(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _overlaps(tensor: Tensor) -> bool:
-    """Whether elements share their memory, as ``expand`` has it: nothing can be written into it."""
-    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def _indirect(tensor: Tensor) -> bool:
+    """Whether its elements do not lie in its memory each as it is: of ``expand``, or a conjugate that is only said.
+
+    Into the one nothing can be written, and of the other a file of weights would have what it is the conjugate of.
+    """
+    shared = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return shared or tensor.is_conj() or tensor.is_neg()
 
 
 def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """A copy that lies as the tensor does, if no memory is shared: kernels may round by how their operands lie."""
-    return tensor.detach().to(device).clone()
+    """A copy that lies as the tensor does, if that is not indirect: kernels may round by how their operands lie."""
+    return tensor.detach().to(device).resolve_conj().resolve_neg().clone()
 
 
 def state_digest(module: nn.Module) -> str:

@@ -171,13 +171,15 @@ def test_a_buffer_of_the_state_dict_that_changed_is_refused_and_the_remedy_is_sa
         assert "persistent=False" in caught.value.hint
 
 
-def test_a_tensor_whose_elements_share_memory_is_put_back_under_each_of_its_names():
+def test_a_tensor_whose_memory_is_not_its_elements_is_put_back_as_a_plain_one_under_each_of_its_names():
     class Expanded(nn.Module):
         def __init__(self, fill):
             super().__init__()
             self.register_buffer("ones", torch.full((1, 1), fill).expand(3, 4))
             self.inner = nn.Linear(2, 2)
             self.inner.register_buffer("same", self.ones)
+            self.register_buffer("turn", torch.full((3,), fill + 1j).conj())
+            self.register_buffer("minus", torch.full((3,), fill + 1j).conj().imag)
             self.scale = nn.Parameter(torch.tensor(fill).expand(2), requires_grad=False)
 
     one, two = Expanded(2.0), Expanded(1.0)
@@ -186,6 +188,7 @@ def test_a_tensor_whose_elements_share_memory_is_put_back_under_each_of_its_name
     assert two.inner.same is two.ones
     assert two.scale.tolist() == [2.0, 2.0]
     assert two.ones.is_contiguous()  # as a file of weights wants it
+    assert (two.turn.is_conj(), two.minus.is_neg()) == (False, False)
 
 
 def test_another_blocks_state_is_refused_by_name():
