@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from zgtrain.job import LossSpec as LossSpec
     from zgtrain.job import OptimizerSpec as OptimizerSpec
     from zgtrain.job import ScheduleSpec as ScheduleSpec
-    from zgtrain.job import load_job as load_job
+    from zgtrain.jobfile import load_job as load_job
     from zgtrain.launcher import launch as launch
     from zgtrain.launcher import plan as plan
     from zgtrain.noise import Diffusion as Diffusion
@@ -38,7 +38,7 @@ _HOME_OF = {
     "assemble": "assembler",
     "evaluate": "evaluator",
     "launch": "launcher",
-    "load_job": "job",
+    "load_job": "jobfile",
     "plan": "launcher",
     "relay": "relaying",
     "run": "blocks",

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import zgstore
-from zgtrain.files import disk_heard, placed
+from zgtrain.files import disk_heard, opened, placed
 from zgtrain.ranks import whole
 
 FORMAT: Final = 1
 _SEAL: Final = "seal"
+_REMEDY: Final = "remove it, or run the block with --fresh, to train it from its start; other blocks are not touched"
 _ZIP: Final = b"PK\x03\x04"
 # What torch.load has been seen to raise for files with a flipped bit.
 _UNREADABLE: Final = (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, OSError)
@@ -43,11 +44,14 @@ def load(path: Path) -> dict[str, Any] | None:
     Raises:
         zgstore.Corrupt: if it is not what was saved.
     """
-    try:
-        _see_archive(path)
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
+    file = opened(path, remedy=_REMEDY)
+    if file is None:
         return None
+    with file:
+        if file.read(len(_ZIP)) != _ZIP:  # torch would try to read it as what it wrote years ago
+            raise _corrupt(path, "it is no archive as torch.save writes it")
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except _UNREADABLE as error:
         raise _corrupt(path, str(error).split("\n")[0]) from error
     except Exception as error:  # torch raises its own UnpicklingError; it cannot be named without importing pickle
@@ -61,16 +65,10 @@ def load(path: Path) -> dict[str, Any] | None:
     return state
 
 
-def _see_archive(path: Path) -> None:
-    with path.open("rb") as file:
-        if file.read(len(_ZIP)) != _ZIP:  # torch would try to read it as what it wrote years ago
-            raise _corrupt(path, "it is no archive as torch.save writes it")
-
-
 def _corrupt(path: Path, why: str) -> zgstore.Corrupt:
     return zgstore.Corrupt(
         f"{path} is no whole checkpoint: {why}",
-        hint="remove it, or run the block with --fresh, to train it from its start; other blocks are not touched",
+        hint=_REMEDY,
         object=path.name,
         path=str(path),
     )

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zgstore
-from zgtrain.job import LossSpec, loss_of
+from zgtrain.job import LossSpec
+from zgtrain.jobfile import loss_of
 from zgtrain.noise import WEIGHT
 from zgtrain.source import IGNORED_LABEL, Batch
 

@@ -23,13 +23,15 @@ from zgtrain.blockreport import BlockReport
 from zgtrain.checkpoint import rng_kept
 from zgtrain.devices import arithmetic, device_of
 from zgtrain.gradient.method import make_method
-from zgtrain.independence import leaving_gradient_bytes, report_of
-from zgtrain.job import GradientSpec, LossSpec, OptimizerSpec, ScheduleSpec, noise_of, refuse_settings, schedule_of
+from zgtrain.independence import leaving_gradient_bytes
+from zgtrain.job import GradientSpec, LossSpec, OptimizerSpec, ScheduleSpec
+from zgtrain.jobfile import noise_table_of, refuse_settings, schedule_of
 from zgtrain.ledger import Log
 from zgtrain.noise import LOOKED_AT, Noise, denoising, make_noise, noised, refuse_names
 from zgtrain.objective import BOUNDARY, Objective, anchor_, make_objective, residual_error
 from zgtrain.optimizing import make_optimizer, rate, refuse_nothing, set_rate
 from zgtrain.ranks import Ranks
+from zgtrain.reporting import make_report
 from zgtrain.resuming import begin, identity_of, keeper
 from zgtrain.source import FOLLOWING, Batch, Source, Trained, cached, micro_batches
 from zgtrain.stepping import Plan, arriving
@@ -195,7 +197,7 @@ def train_block(
     if data.kind == FOLLOWING and not trained.done:
         trained.wait(EVERYTHING)  # a block is done only when what it learned from has a name
         keep()
-    return report_of(
+    return make_report(
         ledger, who, block, optimizer=optimizer, interface=interface, device=place,
         deterministic=deterministic,
     )  # fmt: skip
@@ -250,7 +252,7 @@ def _without_mask(block: nn.Module, source: Tensor, _context: Mapping[str, Any])
 def _noise_of_one(said: Noise | Mapping[str, Any] | float | None) -> Noise | None:
     if said is None or isinstance(said, Noise):
         return said
-    numbers = noise_of(said)
+    numbers = noise_table_of(said)
     if "sigma_data" in numbers:
         raise zgstore.Invalid(
             "a table of diffusion does not say how many blocks share the depth",

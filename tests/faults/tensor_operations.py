@@ -19,7 +19,7 @@ from zgstore.upkeep.repairer import repair
 from zgstore.upkeep.verifier import verify
 from zgtrain import blocks, checkpoint, progress, sharded
 from zgtrain.blockreport import read_report
-from zgtrain.job import load_job
+from zgtrain.jobfile import load_job
 from zgtrain.journal import read_lines
 from zgtrain.ranks import Ranks
 

@@ -24,7 +24,7 @@ import torch
 torch.set_num_threads(1)
 import zgstore
 import zgtrain.blocks
-from zgtrain.job import load_job
+from zgtrain.jobfile import load_job
 
 # What the children share: all that is loaded late, and counted as nobody's parameter.
 torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()

@@ -46,7 +46,7 @@ from zgstore.storage.builds import parse_build
 from zgstore.storage.leases import HEAD_BYTES, _head
 from zgstore.storage.naming import check_name
 from zgtrain import checkpoint
-from zgtrain.job import load_job
+from zgtrain.jobfile import load_job
 
 PROJECT = Path(__file__).parents[2]
 DIGEST = digest_of("snapshot", b"one")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import zgstore
-from zgtrain.job import load_job
+from zgtrain.jobfile import load_job
 
 _numbers = itertools.count()
 

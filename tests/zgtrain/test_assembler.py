@@ -20,7 +20,7 @@ from zgtrain.blockreport import read_report
 from zgtrain.blocks import run
 from zgtrain.checkpoint import load, save, state_digest
 from zgtrain.files import write_json
-from zgtrain.job import load_job
+from zgtrain.jobfile import load_job
 from zgtrain.prefixes import joined, relayed
 from zgtrain.relaying import relay
 

@@ -16,7 +16,7 @@ from zgtrain.assembler import load_block
 from zgtrain.blockreport import finished, note, read_report
 from zgtrain.blocks import boundaries_of, make_block, open_source, refuse_shared, resolve_snapshot, run
 from zgtrain.checkpoint import load, restore_block, state_digest
-from zgtrain.job import load_job
+from zgtrain.jobfile import load_job
 from zgtrain.journal import read_lines
 from zgtrain.progress import block_status
 from zgtrain.relaying import relay

@@ -11,7 +11,7 @@ import pytest
 import zgstore
 from zgtrain.blockreport import BlockReport
 from zgtrain.economics import CacheCost, Spent, amortised, break_even, economics, weigh
-from zgtrain.job import parse_job
+from zgtrain.jobfile import parse_job
 
 # Published: cache 618.3 s on one of four devices; cached runs of 99.13 s and live runs of 116.39 s on four.
 CACHE, CACHED, LIVE = 618.3, 99.13, 116.39

@@ -16,7 +16,7 @@ import zgstore
 from zgtrain.blockreport import finished
 from zgtrain.blocks import growing_build, run
 from zgtrain.checkpoint import load
-from zgtrain.job import load_job
+from zgtrain.jobfile import load_job
 
 torch.set_num_threads(1)
 CLASSES = ["plain", "llama", "qwen2", "gpt2"]

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import zgstore
-from zgtrain.job import BlockLaunch, GradientSpec, load_job
+from zgtrain.job import BlockLaunch, GradientSpec
+from zgtrain.jobfile import load_job
 from zgtrain.optimizing import make_optimizer
 
 JOB = """

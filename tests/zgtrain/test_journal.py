@@ -12,7 +12,7 @@ from students import built, make_job
 
 import zgstore
 from zgtrain.blocks import run
-from zgtrain.job import load_job
+from zgtrain.jobfile import load_job
 from zgtrain.journal import read_lines
 
 torch.set_num_threads(1)

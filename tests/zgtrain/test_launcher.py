@@ -18,7 +18,7 @@ from zgtrain.assembler import gather
 from zgtrain.blockreport import read_report
 from zgtrain.blocks import run
 from zgtrain.crew import DONE, FAILED, STOPPED, cause
-from zgtrain.job import load_job
+from zgtrain.jobfile import load_job
 from zgtrain.launcher import launch, plan, status
 from zgtrain.sharded import newest
 

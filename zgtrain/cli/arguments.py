@@ -13,7 +13,8 @@ import typer
 from zgstore.cli.arguments import complete_recipe
 from zgstore.cli.session import Options as StoreOptions
 from zgstore.cli.session import session_of
-from zgtrain.job import Job, load_job
+from zgtrain.job import Job
+from zgtrain.jobfile import load_job
 
 JobFile = Annotated[
     str, typer.Argument(metavar="JOB", help="The job's TOML file.", autocompletion=complete_recipe, show_default=False)

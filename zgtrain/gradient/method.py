@@ -7,7 +7,8 @@ from torch import nn
 from zgtrain.gradient.backprop import Backprop
 from zgtrain.gradient.blackbox import Forward
 from zgtrain.gradient.zeroth_order import ZerothOrder
-from zgtrain.job import Arguments, GradientSpec, gradient_of
+from zgtrain.job import Arguments, GradientSpec
+from zgtrain.jobfile import gradient_of
 
 Method = Backprop | ZerothOrder
 

@@ -15,7 +15,7 @@ from students import CODE, built, make_job
 
 from zgtrain import status
 from zgtrain.cli.catalogue import COMMANDS
-from zgtrain.job import load_job
+from zgtrain.jobfile import load_job
 from zgtrain.locks import held
 
 NAMED = {"plan", "run", "launch", "relay", "status", "assemble", "evaluate", "economics", "report"}

@@ -10,7 +10,7 @@ import pytest
 from students import make_job
 
 import zgstore
-from zgtrain.job import load_job
+from zgtrain.jobfile import load_job
 
 pytest.importorskip("transformers")
 

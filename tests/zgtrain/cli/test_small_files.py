@@ -15,7 +15,7 @@ from students import built, make_job
 import zgstore
 from zgtrain.blockreport import read_report
 from zgtrain.blocks import run
-from zgtrain.job import load_job
+from zgtrain.jobfile import load_job
 from zgtrain.launcher import launch, status
 from zgtrain.relaying import relay
 
@@ -85,6 +85,7 @@ STRANGE = {
 }
 NO_FILES = {"a folder", "a pipe", "a link to itself"}
 READ_BY = {
+    "block-000/checkpoint.pt": ("assemble", "run --set train.steps=9"),
     "block-000/report.json": ("run", "assemble", "economics", "report"),
     "block-000/checkpoint.json": ("run", "plan"),
     "relay/relay.json": ("relay", "assemble --relay"),
@@ -111,7 +112,7 @@ def test_what_is_no_such_file_is_named_with_its_remedy_once(strange, file, place
         assert len(error["hint"]) > 10
         assert error["hint"].count("run the block again") <= 1
     shown = status(load_job(place / "job.toml"))
-    if "relay" not in file:
+    if "relay" not in file and file.endswith(".json"):  # status loads no tensor
         assert path.name in shown[0].error
     assert shown[1].state == "done"
     assert shown[1].error is None
