@@ -5,7 +5,8 @@ All that a report holds is counted or measured in the run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_type_hints
@@ -15,6 +16,7 @@ from zgtrain.files import damaged, is_of, read_json, write_json
 from zgtrain.job import Job
 
 CHECKPOINT, REPORT, LOCK = "checkpoint.pt", "report.json", ".lock"
+_JOB: Final = "job.json"
 EVALUATION: Final = "evaluation.json"  # of all blocks, beside their folders
 _REMEDY: Final = "remove it and run the block again: its checkpoint is kept"
 _SPENT: Final = ("data", "compute", "total")
@@ -151,6 +153,39 @@ def command(job: Job, block: int | str, *, steps: int | None = None, fresh: bool
     else:
         words = ["zgtrain run", str(job.path), f"--block {block}", *([f"--set train.steps={steps}"] if steps else [])]
     return " ".join([*words, *(["--fresh"] if fresh else [])])
+
+
+# ---- which job it is of ----
+
+
+def say_job(job: Job, block: int) -> None:
+    """Keep what decides what a block learns, for who finds its checkpoint under another job."""
+    write_json(job.folder(block) / _JOB, {"job": job.identity(), "said": job.said()})
+
+
+def differing(job: Job, block: int, identity: str) -> str:
+    """What the job of that identity, of which a block's checkpoint is, says otherwise; empty if nothing tells.
+
+    Raises:
+        zgstore.Corrupt: if the file that would tell says something else.
+    """
+    path = job.folder(block) / _JOB
+    kept = read_json(path, {"job": str, "said": dict}, remedy="remove it: nothing depends on it")
+    if kept is None or kept["job"] != identity:
+        return ""
+    mine, theirs = (dict(_flat(each)) for each in (json.loads(json.dumps(job.said())), kept["said"]))
+    names = [name for name in dict.fromkeys((*mine, *theirs)) if mine.get(name) != theirs.get(name)]
+    return "; ".join(f"{name} was {theirs.get(name)!r:.80}, and is {mine.get(name)!r:.80}" for name in names)
+
+
+def _flat(value: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    """By dotted names; of a name with its options, both stand under its own."""
+    for name, each in value.items():
+        for part in each if isinstance(each, list) and any(isinstance(one, Mapping) for one in each) else [each]:
+            if isinstance(part, Mapping):
+                yield from _flat(part, f"{place}{name}.")
+            else:
+                yield f"{place}{name}", part
 
 
 # ---- how far a checkpoint is ----

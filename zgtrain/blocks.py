@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from torch import nn
 
 import zgstore
-from zgtrain.blockreport import CHECKPOINT, LOCK, REPORT, BlockReport, finished, note_of
+from zgtrain.blockreport import CHECKPOINT, LOCK, REPORT, BlockReport, differing, finished, note_of, say_job
 from zgtrain.checkpoint import seed_all
 from zgtrain.devices import device_of
 from zgtrain.files import read_json, write_json
@@ -144,10 +144,13 @@ def train(
     optimizer = make_optimizer(spec.optimizer, trained)
     forward = None if spec.forward is None else spec.forward.resolve()
     noise = noise_of(job, block, blocks)
-    if fresh and ranks.rank == 0:
-        _clear(folder)
+    if ranks.rank == 0:
+        if fresh:
+            _clear(folder)
+        if not (folder / CHECKPOINT).exists() and newest(folder) is None:
+            say_job(job, block)
     ranks.barrier()
-    with _journal(job, folder, block, ranks) as journal:
+    with _journal(job, folder, block, ranks) as journal, _told_apart(job, block):
 
         def log(line: Mapping[str, Any]) -> None:
             journal(line)
@@ -170,6 +173,17 @@ def train(
     if ranks.rank == 0:
         report.write(folder)
     return report
+
+
+@contextmanager
+def _told_apart(job: Job, block: int) -> Iterator[None]:
+    """Where a checkpoint is of another job, say what that one says otherwise."""
+    try:
+        yield
+    except zgstore.Refused as error:
+        if error.fields.get("field") == "job" and (what := differing(job, block, str(error.fields["actual"]))):
+            error.hint = f"{what}: say it as it was, {error.hint}"
+        raise
 
 
 def noise_of(job: Job, block: int, blocks: int) -> Noise | None:

@@ -263,8 +263,13 @@ class Job:
         validation intervals, and ``steps`` where the schedule is constant, so that such a job can be made longer. The
         snapshot is not in it either: checkpoints and reports carry its digest beside the job's.
         """
+        said = json.dumps(self.said(), sort_keys=True).encode()
+        return str(zgstore.digest_of(None, b"zgtrain 1 job\0", said))
+
+    def said(self) -> dict[str, Any]:
+        """What the identity is the digest of, as JSON has it."""
         train, student = self.train, self.student
-        value = {
+        return {
             "student": {
                 "block": student.block.text,
                 "interface": _text(student.interface),
@@ -291,7 +296,6 @@ class Job:
             "held_out_rows": self.validate.rows,
             **({"relay": True} if self.relay else {}),
         }
-        return str(zgstore.digest_of(None, b"zgtrain 1 job\0", json.dumps(value, sort_keys=True).encode()))
 
 
 def _text(target: Target | None) -> str | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import zgstore
-from zgtrain.blockreport import CHECKPOINT, LOCK, Noted, command, finished, noted
+from zgtrain.blockreport import CHECKPOINT, LOCK, Noted, command, differing, finished, noted
 from zgtrain.job import Job
 from zgtrain.journal import FILE_NAME as LOG_NAME
 from zgtrain.journal import read_lines
@@ -84,7 +85,9 @@ def block_status(job: Job, block: int, *, snapshot: str = "") -> BlockStatus:
     told = seen(lambda: noted(folder / CHECKPOINT))
     done = seen(lambda: finished(job, block))
     if told is not None and (other := _other(job, told, snapshot)):
-        errors.append(f"the checkpoint in {folder} is of another {other}: `{command(job, block, fresh=True)}`")
+        what = seen(partial(differing, job, block, told.job)) if other == "job" else ""
+        again = f"`{command(job, block, fresh=True)}` begins anew"
+        errors.append(f"the checkpoint in {folder} is of another {other}{what and f' ({what})'}: {again}")
         told, done, losses = None, None, []
     by = seen(lambda: holder(folder / LOCK))
     step = done.steps if done is not None else losses[-1]["step"] if losses else told.step if told else 0

@@ -159,6 +159,6 @@ def test_kills_leave_nothing_else_behind_and_a_whole_log(ended, job):
     folder = job.parent / "random"
     assert sorted(each.name for each in folder.iterdir()) == ["block-001", "private.json"]
     left = {each.name for each in (folder / "block-001").iterdir() if not each.name.startswith(".")}
-    assert left == {"checkpoint.pt", "checkpoint.json", "log.jsonl", "report.json"}
+    assert left == {"checkpoint.pt", "checkpoint.json", "job.json", "log.jsonl", "report.json"}
     steps = [json.loads(line)["step"] for line in (folder / "block-001" / "log.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 8))

@@ -210,7 +210,10 @@ def test_a_checkpoint_of_another_job_or_snapshot_is_no_progress_of_this_one(plac
     other = ("--set", "train.optimizer.lr=0.5")
     theirs = zg("status", "job.toml", *other, "--json").json["blocks"][0]
     assert (theirs["state"], theirs["step"]) == ("to do", 0)
-    assert "of another job" in theirs["error"]
+    assert "of another job (train.optimizer.lr was 0.01, and is 0.5)" in theirs["error"]
+    run_ = zg("run", "job.toml", "--block", "0", *other)
+    assert run_.code == 25
+    assert "train.optimizer.lr was 0.01, and is 0.5: say it as it was, train into another output" in run_.error
     assert "--fresh" in theirs["error"]
     assert [each["step"] for each in zg("plan", "job.toml", *other, "--json").json["blocks"]] == [0, 0]
     (place / "cache.toml").write_text((place / "cache.toml").read_text().replace("rows = 10", "rows = 12"))
