@@ -1,4 +1,4 @@
-"""What a block's folder says of it to who loads no tensor: its report, and how far its checkpoint is.
+"""What a block's folder says to who loads no tensor: its report, the job that it is of, and how far its checkpoint is.
 
 All that a report holds is counted or measured in the run.
 """
