@@ -34,7 +34,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: setup  ## the whole suite, import contracts included
 	@# In their own order: by their number the files of few long tests would come last, with one worker idle.
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	@# A thread each: two that wait for each other beside another worker take several times as long.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: setup  ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .
