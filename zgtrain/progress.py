@@ -57,9 +57,9 @@ class BlockStatus:
 
 def status(job: Job) -> list[BlockStatus]:
     """Every block's, in depth order."""
-    snapshot = _snapshot(job)
-    now = "" if snapshot is None else str(snapshot.digest)
-    return [block_status(job, block, snapshot=now) for block in range(count_blocks(job))]
+    found = _snapshot(job)
+    now = "" if found is None else str(found.digest)
+    return [block_status(job, block, snapshot=now) for block in range(_count(job, found))]
 
 
 def block_status(job: Job, block: int, *, snapshot: str = "") -> BlockStatus:
@@ -116,9 +116,12 @@ def count_blocks(job: Job) -> int:
     Raises:
         zgstore.NotFound: if nothing says.
     """
+    return _count(job, None if job.student.boundaries else _snapshot(job))
+
+
+def _count(job: Job, found: _Found | None) -> int:
     if job.student.boundaries:
         return len(job.student.boundaries) - 1
-    found = _snapshot(job)
     if found is not None:
         return sum(column.role == "boundary" for column in found.snapshot.columns) - 1
     names = [folder.name.removeprefix("block-") for folder in job.output.glob("block-*")]
