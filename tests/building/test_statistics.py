@@ -39,6 +39,18 @@ def test_huge_finite_values_are_finite():
     assert found.rms == pytest.approx(3e38, rel=1e-5)
 
 
+@given(st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=9))
+def test_any_bits_of_bf16_are_seen_as_the_numbers_they_are(bits):
+    x = torch.tensor(bits, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    found, wide = stats(x[None]), x.double()
+    finite = wide[wide.isfinite()]
+    assert found.count == len(finite)
+    assert found.nonfinite == ((0,) if len(finite) < len(x) else ())
+    if len(finite):
+        assert (found.low, found.high) == (float(finite.min()), float(finite.max()))
+        assert found.square_sum == pytest.approx(float(finite.square().sum()), rel=1e-6)
+
+
 def test_nothing_finite_and_nothing_at_all():
     assert stats(torch.full((2, 3), math.nan)).nonfinite == (0, 1)
     assert stats(torch.full((2, 3), math.nan)).as_value() == {}
