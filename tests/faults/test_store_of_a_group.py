@@ -145,7 +145,7 @@ def test_two_members_who_build_at_once_agree_and_a_stranger_is_refused(place, pr
 @pytest.mark.parametrize("renames", ["as here", "as where renameat2 is refused"])
 def test_what_one_member_put_in_the_trash_another_takes_out(place, monkeypatch, renames):
     if renames != "as here":
-        monkeypatch.setattr(files, "_libc", object)  # links to another user's files are refused too
+        monkeypatch.setattr(files, "libc", object)  # links to another user's files are refused too
 
     def build():
         publish(Store.init(place / "store", policy="group"), "main", 1.0)

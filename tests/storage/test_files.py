@@ -75,7 +75,7 @@ def test_a_small_file_that_must_not_be_replaced_stays(tmp_path):
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_rename_replaces_nothing_even_where_renameat2_is_refused(tmp_path, monkeypatch, refused):
     if refused:
-        monkeypatch.setattr(files, "_libc", object)
+        monkeypatch.setattr(files, "libc", object)
     (tmp_path / "a").write_bytes(b"a")
     (tmp_path / "b").write_bytes(b"b")
     with files.directory(tmp_path) as handle:

@@ -27,12 +27,12 @@ from torch.utils.data import get_worker_info
 
 from zgstore.errors import Corrupt, Invalid, Missing, Transient, ZgError
 from zgstore.format.blobheader import ALIGNMENT, BlobHeader, check_layout, read_header
-from zgstore.format.digest import Digest, Hasher
+from zgstore.format.digest import Digest
 from zgstore.format.manifest import Column
 from zgstore.format.readplan import BlobPlan
 from zgstore.format.tensorfile import as_tensor, check_offsets
 from zgstore.storage.files import SETTLE_SECONDS
-from zgstore.storage.objects import READ_BYTES
+from zgstore.storage.hashing import hash_file
 
 MAX_OPEN: Final = 32
 THREADS: Final = 2
@@ -182,15 +182,8 @@ class Blobs:
             if not needed:
                 return
             begun = time.time()
-            hasher, buffer = Hasher(), bytearray(min(READ_BYTES, max(plan.size, 1)))
-            view, at = memoryview(buffer), 0
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            while at < plan.size and (got := os.preadv(fd, [buffer], at)):
-                hasher.update(view[:got])
-                at += got
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
-            here.bytes_verified += at
-            actual = hasher.digest()
+            (actual,), size = hash_file(fd)
+            here.bytes_verified += size
             if actual.hex != plan.name or stamp_of(os.fstat(fd)) != seen:
                 raise self._corrupt(number, f"its bytes hash to {actual.short}", f"blake3:{plan.name}", str(actual))
             if ours:

@@ -268,7 +268,7 @@ def clock(root: Path) -> float:
 
 
 @functools.cache
-def _libc() -> ctypes.CDLL:
+def libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
@@ -282,7 +282,7 @@ def rename_new(from_fd: int, name: str, to_fd: int, new: str) -> None:
         FileExistsError: if ``new`` is there.
         OSError: what the system said.
     """
-    renameat2 = getattr(_libc(), "renameat2", None)
+    renameat2 = getattr(libc(), "renameat2", None)
     if renameat2 is not None:
         if renameat2(from_fd, os.fsencode(name), to_fd, os.fsencode(new), _RENAME_NOREPLACE) == 0:
             return
@@ -304,14 +304,14 @@ def rename_new(from_fd: int, name: str, to_fd: int, new: str) -> None:
 
 def start_writeback(handle: int, offset: int, size: int) -> None:
     """Ask the kernel to begin writing these bytes; where it cannot, the sync at the end does all of it."""
-    sync_file_range = getattr(_libc(), "sync_file_range", None)
+    sync_file_range = getattr(libc(), "sync_file_range", None)
     if sync_file_range is not None:
         sync_file_range(handle, ctypes.c_int64(offset), ctypes.c_int64(size), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
 
 def on_network(path: Path) -> bool:
     """Whether other hosts may see this file system too."""
-    statfs = getattr(_libc(), "statfs", None)
+    statfs = getattr(libc(), "statfs", None)
     buffer = ctypes.create_string_buffer(256)
     if statfs is None or statfs(os.fsencode(path), buffer) != 0:
         return False

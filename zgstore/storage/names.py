@@ -16,6 +16,7 @@ FAMILIES: Final = {"objects": ".safetensors", "meta": ".msgpack"}
 PREFIXES: Final = tuple(f"{byte:02x}" for byte in range(256))
 
 _HEX = re.compile(r"[0-9a-f]{64}")
+_FOLDERS = frozenset(PREFIXES)
 
 
 def parse_name(name: str, family: str) -> Digest | None:
@@ -67,7 +68,7 @@ def foreign(root: Path) -> Iterator[Path]:
         with faults(f"listing {top}"), os.scandir(top) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
         for entry in found:
-            if entry.name not in PREFIXES or not entry.is_dir(follow_symlinks=False):
+            if entry.name not in _FOLDERS or not entry.is_dir(follow_symlinks=False):
                 yield Path(entry.path)
                 continue
             with faults(f"listing {entry.path}"), os.scandir(entry.path) as inner:

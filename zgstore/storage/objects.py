@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from zgstore.errors import Corrupt, Missing
 from zgstore.format import canonical
-from zgstore.format.digest import Digest, Hasher, digest_of
+from zgstore.format.digest import Digest, digest_of
 from zgstore.format.fields import raw_digests
 from zgstore.storage.drafts import Draft
 from zgstore.storage.files import (
@@ -24,13 +24,13 @@ from zgstore.storage.files import (
     read_all,
     rename_new,
 )
+from zgstore.storage.hashing import hash_file
 from zgstore.storage.names import FAMILIES, PREFIXES, foreign, names_in, packed_names, packed_names_in
 from zgstore.storage.trash import Trash, Trashed
 
 __all__ = ["FAMILIES", "META_KINDS", "PREFIXES", "Objects", "Stat", "Trashed"]
 
 META_KINDS: Final = ("page", "snapshot", "record")
-READ_BYTES: Final = 512 << 10  # a buffer that stays in the core's cache: larger ones read slower
 
 Trusted = Callable[[Digest, Stat], bool]
 
@@ -197,7 +197,7 @@ class Objects(Trash):
             if family == "meta" and before.size > canonical.MAX_BYTES:
                 raise self._corrupt(digest, family, f"no metadata has {before.size} bytes", before.size)
             with faults(f"reading {self.path(digest, family)}"):
-                actual = _hash_file(handle, before.size, kinds, threads=threads)
+                actual, _ = hash_file(handle, kinds, threads=threads)
         finally:
             os.close(handle)
         if digest not in actual:
@@ -304,26 +304,3 @@ class Objects(Trash):
                 with faults(f"syncing {family}/{prefix}"), directory(self.root, family, prefix) as folder:
                     os.fsync(folder)
                 self._dirty.discard((family, prefix))
-
-
-_buffers = threading.local()
-
-
-def _hash_file(handle: int, size: int, kinds: Sequence[str | None], *, threads: int) -> list[Digest]:
-    """The digests of a file as each of ``kinds``, read in pieces into one buffer of this thread.
-
-    A map would be as fast, but a file that is cut off while it is mapped kills the process.
-    """
-    buffer: bytearray | None = getattr(_buffers, "piece", None)
-    if buffer is None:
-        buffer = _buffers.piece = bytearray(READ_BYTES)
-    if size > READ_BYTES:
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-    hashers = [Hasher(kind, threads=threads) for kind in kinds]
-    view = memoryview(buffer)
-    offset = 0
-    while got := os.preadv(handle, [buffer], offset):
-        for hasher in hashers:
-            hasher.update(view[:got])
-        offset += got
-    return [hasher.digest() for hasher in hashers]
