@@ -2,14 +2,20 @@ import errno
 import os
 import pickle
 import stat
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import keep
 
 from zgstore.errors import Corrupt, Missing, NoSpace, Transient
 from zgstore.format.digest import Digest, digest_of
+from zgstore.format.fields import raw_digests
 from zgstore.storage import drafts
+from zgstore.storage.names import FAMILIES, packed_names_in, parse_name
 
 
 def put(session, content=b"some bytes"):
@@ -237,3 +243,27 @@ def test_syncs_of_two_threads_wait_for_each_other(store, session, monkeypatch):
 def test_objects_travel_to_other_processes(store, session):
     blob = put(session)
     assert pickle.loads(pickle.dumps(store)).objects.rehash(blob.digest, "objects").size == blob.size
+
+
+@given(st.data())
+def test_names_that_look_like_objects_together_and_not_one_by_one(data):
+    """Listings are read all at once; a name that is cut in the wrong place, longer as another is shorter, is none."""
+    family = data.draw(st.sampled_from(sorted(FAMILIES)))
+    extension = FAMILIES[family]
+    digests = data.draw(st.lists(st.binary(min_size=31, max_size=31).map(lambda tail: b"\xab" + tail), unique=True))
+    names = [digest.hex() + extension for digest in digests]
+    whole = "".join(names)
+    shift = data.draw(st.integers(-3, 3))
+    if shift and len(names) > 1:  # the same characters, cut elsewhere
+        cut = len(names[0]) + shift
+        names[:2] = [whole[:cut], whole[cut : 2 * len(names[0])]]
+    names += data.draw(st.lists(st.sampled_from(["x", "ab" * 32, "AB" * 32 + extension, extension, "é"]), unique=True))
+    right = {parse_name(name, family) for name in names} - {None}
+    with tempfile.TemporaryDirectory() as top:
+        Path(top, "ab").mkdir()
+        for name in names:
+            Path(top, "ab", name).touch()
+        folder = os.open(top, os.O_RDONLY)
+        found = packed_names_in(folder, "ab", family)
+        os.close(folder)
+    assert sorted(raw_digests(found)) == sorted(digest.raw for digest in right if digest.hex.startswith("ab"))

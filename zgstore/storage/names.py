@@ -6,6 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -48,17 +49,18 @@ def packed_names(root: Path, family: str) -> Iterator[bytes]:
 
 def packed_names_in(folder: int, prefix: str, family: str) -> bytes:
     """The same of one of the family's folders."""
-    extension = FAMILIES[family]
-    wide = 2 * DIGEST_BYTES + len(extension)
-    stems = [name[:64] for name in names_in(folder, prefix) if len(name) == wide and name.endswith(extension)]
-    joined = "".join(stems)
-    try:
-        packed = bytes.fromhex(joined)  # all at once: one name at a time takes three times as long
-    except ValueError:
-        packed = b""
-    if packed.hex() == joined and packed[::DIGEST_BYTES] == bytes.fromhex(prefix) * len(stems):
-        return packed
-    return b"".join(bytes.fromhex(stem) for stem in stems if _HEX.fullmatch(stem) and stem.startswith(prefix))
+    extension, names = FAMILIES[family], names_in(folder, prefix)
+    # All at once, as nearly always nothing else lies there: one name at a time takes three times as long. No name has a
+    # slash, so that a file of another name shows in where they stand, or in what is left over.
+    joined = "/".join([*names, ""])
+    wide, stems = 2 * DIGEST_BYTES + len(extension) + 1, joined.replace(extension + "/", "")
+    if joined[wide - 1 :: wide] == "/" * len(names) and len(stems) == 2 * DIGEST_BYTES * len(names):
+        with suppress(ValueError):
+            packed = bytes.fromhex(stems)
+            if packed.hex() == stems and packed[::DIGEST_BYTES] == bytes.fromhex(prefix) * len(names):
+                return packed
+    digests = [parse_name(name, family) for name in names]
+    return b"".join(digest.raw for digest in digests if digest is not None and digest.hex.startswith(prefix))
 
 
 def foreign(root: Path) -> Iterator[Path]:
