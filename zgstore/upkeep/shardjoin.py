@@ -140,11 +140,14 @@ def _opened(store: Store, snapshot: Snapshot, root: RootPage, shared: frozenset[
 
 def _paired(a: Sequence[Key], b: Sequence[Key]) -> tuple[list[tuple[int, int]], list[int], list[int]]:
     """Where equal keys stand on both sides, the n-th with the n-th, and what stands on one alone; ascending in a."""
+    aligned = next(
+        (at for at, (here, there) in enumerate(zip(a, b, strict=False)) if here != there), min(len(a), len(b))
+    )
+    pairs, alone = [(at, at) for at in range(aligned)], []
     waiting: defaultdict[Key, deque[int]] = defaultdict(deque)
-    for at, key in enumerate(b):
+    for at, key in enumerate(b[aligned:], aligned):
         waiting[key].append(at)
-    pairs, alone = [], []
-    for at, key in enumerate(a):
+    for at, key in enumerate(a[aligned:], aligned):
         if waiting[key]:
             pairs.append((at, waiting[key].popleft()))
         else:
@@ -154,11 +157,7 @@ def _paired(a: Sequence[Key], b: Sequence[Key]) -> tuple[list[tuple[int, int]], 
 
 def _bytes(a: _Opened, b: _Opened) -> tuple[int, int, int]:
     """Bytes of blobs that both have, of a alone, of b alone; each blob once."""
-    set_a, set_b = DigestSet(a.all_blobs), DigestSet(b.all_blobs)
-    firsts_a, firsts_b = set_a.firsts(), set_b.firsts()
-    shared, only_b = set_b.mask(a.all_blobs), inverse(set_a.mask(b.all_blobs))
-    return (
-        total(a.all_sizes, both(firsts_a, shared)),
-        total(a.all_sizes, both(firsts_a, inverse(shared))),
-        total(b.all_sizes, both(firsts_b, only_b)),
-    )
+    set_a, firsts_b = DigestSet(a.all_blobs), DigestSet(b.all_blobs).firsts()
+    only_b = total(b.all_sizes, both(firsts_b, inverse(set_a.mask(b.all_blobs))))
+    in_both = total(b.all_sizes, firsts_b) - only_b
+    return in_both, total(a.all_sizes, set_a.firsts()) - in_both, only_b
