@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from zgstore.building.inputs import START, Inputs
-from zgstore.building.recall import Found, recall, shard_name
+from zgstore.building.recall import Found, of_many_cells, recall, shard_name
 from zgstore.building.recipe import Recipe
 from zgstore.building.rows import ID
 from zgstore.format import canonical
@@ -284,6 +284,7 @@ def capture_pin(recipe: Recipe, teacher: TeacherIdentity, extractor: Mapping[str
     return pin
 
 
+@of_many_cells
 def make_plan(
     store: Store, pins: Pins, columns: tuple[Wanted, ...], shards: tuple[ShardInputs, ...], platform: Mapping[str, str]
 ) -> BuildPlan:

@@ -22,6 +22,7 @@ from zgstore.building.planner import (
     shards_of,
 )
 from zgstore.building.publication import keep_constants
+from zgstore.building.recall import of_many_cells
 from zgstore.building.recipe import Recipe
 from zgstore.errors import Invalid
 from zgstore.format import canonical
@@ -211,6 +212,7 @@ def _as_outline(value: Mapping[str, Any]) -> Outline:
     return Outline(columns, tuple(each["name"] for each in value["constants"]))
 
 
+@of_many_cells
 def _only_present(store: Store, plan: BuildPlan, session: Session | None, source: TeacherSource) -> BuildPlan:
     """The plan without the hits whose blobs are gone, or whose left out rows are no longer known."""
     blobs = [action.blob for actions in plan.found for action in actions if action is not None]

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from zgstore.building.execution import constant_bytes
 from zgstore.building.planner import BuildPlan, Wanted
-from zgstore.building.recall import Found
+from zgstore.building.recall import Found, of_many_cells
 from zgstore.errors import Conflict, Invalid, NonFinite
 from zgstore.format.digest import Digest, digest_of
 from zgstore.format.manifest import Column, Constant, Record, Snapshot
@@ -45,6 +45,7 @@ class Assembled:
     total_bytes: int
 
 
+@of_many_cells
 def assemble(
     plan: BuildPlan, row_pages: Sequence[RowsPage | RowsRoot], constants: Sequence[Constant],
     left_out: Mapping[int, str], *, cut: int, on_nonfinite: str,

@@ -7,10 +7,12 @@ with a column's stem, its key follows.
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, ParamSpec, Self, TypeVar
 
 from zgstore.errors import Corrupt
 from zgstore.format import canonical
@@ -24,6 +26,29 @@ _STATISTICS: Final = ("rms", "min", "max", "error")
 _NUMBERS: Final = struct.Struct("<4d")
 NAME_BYTES: Final = 2 * DIGEST_BYTES
 MAX_CELLS: Final = 1 << 19  # in one file: more would leave the bound of a canonical value
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def of_many_cells(work: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Mark what makes some objects for each column and shard, none of them garbage, and calls nobody else's code.
+
+    Python looks through all objects there are each time so many have been added; with a hundred thousand cells that
+    takes a quarter of the time of a build that has nothing to do. So it does not look meanwhile.
+    """
+
+    @functools.wraps(work)
+    def undisturbed(*args: Given.args, **named: Given.kwargs) -> Result:
+        if not gc.isenabled():
+            return work(*args, **named)
+        gc.disable()
+        try:
+            return work(*args, **named)
+        finally:
+            gc.enable()
+
+    return undisturbed
 
 
 class Found(NamedTuple):
