@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform as host
 import pwd
@@ -234,7 +235,7 @@ def record_of(
         "recipe": recipe.raw if recipe else None,
         "user": _user(),
         "host": socket.gethostname(),
-        "versions": _versions(),
+        "versions": dict(_versions()),
         "platforms": _platforms(plan),
         "hardware": {"cpus": os.cpu_count() or 0, "machine": host.machine(), "system": host.system()},
         "durations": {name: float(seconds) for name, seconds in durations.items()},
@@ -260,7 +261,9 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def _versions() -> dict[str, str]:
+@functools.cache
+def _versions() -> Mapping[str, str]:
+    """Read once: it means parsing each package's description."""
     found = {"python": host.python_version()}
     for name in _VERSIONED:
         try:
