@@ -13,8 +13,9 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from operator import gt
 from pathlib import Path
@@ -24,6 +25,7 @@ from zgstore.errors import Busy, Corrupt, Invalid, Missing, NoSpace, Transient, 
 from zgstore.format.blobheader import ALIGNMENT, BlobHeader, check_layout, lay_out, read_header
 from zgstore.format.digest import Digest
 from zgstore.format.manifest import CODECS, DTYPES, Column, Constant
+from zgstore.storage.files import on_network
 from zgstore.storage.objects import Stat
 from zgstore.storage.store import Store
 from zgstore.upkeep.survey import Fault, Problem, Survey, Verified, Wanted
@@ -32,6 +34,8 @@ __all__ = ["Problem", "Verification", "VerifyReport", "failure", "verify"]
 
 THREADS: Final = 2  # two saturate memory on two cores, and no common disk feeds more
 CHUNK: Final = 1000
+# Less to read than this is read at once: handing it to a thread takes longer. On a network's disk nothing is.
+ALONE_BYTES: Final = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +193,17 @@ class Verification:
         """Blobs in the order of the pages, a few ahead on each thread; one problem for each blob is enough."""
         seen: set[Digest] = set()
         faulty: set[Digest] = set()
-        waiting: deque[tuple[Wanted, Future[_Outcome]]] = deque()
+        waiting: deque[tuple[Wanted, Callable[[], _Outcome]]] = deque()
         pool = ThreadPoolExecutor(self._threads, "verify")
         blobs = self._vouched(wanted for wanted in self._survey.blobs() if self._is_mine(wanted.digest))
+        alone = 0 if on_network(self._store.path) else ALONE_BYTES
         try:
             for wanted, vouched in blobs:
                 # Described once more, otherwise: its bytes need no second look, its header does.
                 hashes = not self._quick and wanted.digest not in seen
                 seen.add(wanted.digest)
-                waiting.append((wanted, pool.submit(self._look, wanted, hashes=hashes, vouched=vouched)))
+                look = partial(self._look, wanted, hashes=hashes, vouched=vouched)
+                waiting.append((wanted, look if hashes * wanted.size < alone else pool.submit(look).result))
                 if len(waiting) > 4 * self._threads:
                     yield from self._settle(*waiting.popleft(), faulty)
             while waiting:
@@ -219,8 +225,8 @@ class Verification:
                 valid = stamp is not None and stamp.kind == "objects" and stamp.fits(stamp.stat, now)
                 yield wanted, stamp.stat if stamp is not None and valid else None
 
-    def _settle(self, wanted: Wanted, future: Future[_Outcome], faulty: set[Digest]) -> Iterator[Fault]:
-        outcome = future.result()
+    def _settle(self, wanted: Wanted, look: Callable[[], _Outcome], faulty: set[Digest]) -> Iterator[Fault]:
+        outcome = look()
         self._objects -= outcome.skipped
         self._advance(outcome.bytes)
         if outcome.fault is not None:
@@ -242,7 +248,7 @@ class Verification:
             self._stamped.clear()
 
     def _look(self, wanted: Wanted, *, hashes: bool, vouched: Stat | None) -> _Outcome:
-        """One blob; on a thread of the pool, so it touches nothing shared."""
+        """One blob; perhaps on a thread of the pool, so it touches nothing shared."""
         digest, path = wanted.digest, self._store.objects.path(wanted.digest, "objects")
         try:
             return self._examine(wanted, path, hashes=hashes, vouched=vouched)
@@ -256,19 +262,23 @@ class Verification:
             return _Outcome(Fault("unreadable", digest, path, f"{path}: {error.strerror}", "check the disk"))
 
     def _examine(self, wanted: Wanted, path: Path, *, hashes: bool, vouched: Stat | None) -> _Outcome:
-        stat = self._store.objects.stat(wanted.digest, "objects")
-        if stat is None:
+        objects = self._store.objects
+        if vouched is not None and vouched.size == wanted.size and objects.stat(wanted.digest, "objects") == vouched:
+            return _Outcome(None, skipped=True)
+        try:
+            handle = objects.open(wanted.digest, "objects")
+        except Missing:
             fault = self._absent(wanted, path)
             return _Outcome(fault, skipped=fault is None)  # a part has not all of its snapshot's blobs
-        if vouched is not None and stat == vouched and stat.size == wanted.size:
-            return _Outcome(None, skipped=True)
-        before = None
-        if stat.size != wanted.size:
-            why = f"{path} has {stat.size} bytes, and its page says {wanted.size}"
-            return _Outcome(Fault("corrupt", wanted.digest, path, why))
-        if hashes:
-            before = self._store.objects.rehash(wanted.digest, "objects")
-        header_bytes, why = self._misfit(wanted, stat)
+        try:
+            size = os.fstat(handle).st_size
+            if size != wanted.size:
+                why = f"{path} has {size} bytes, and its page says {wanted.size}"
+                return _Outcome(Fault("corrupt", wanted.digest, path, why))
+            before = objects.rehash(wanted.digest, "objects") if hashes else None
+            header_bytes, why = _misfit(wanted, handle, size)
+        finally:
+            os.close(handle)
         if why:
             why = f"{path} is not what its page describes: {why}"
             return _Outcome(Fault("corrupt", wanted.digest, path, why))
@@ -281,21 +291,18 @@ class Verification:
         in_trash = self._store.objects.in_trash(wanted.digest, "objects")
         return Fault("missing", wanted.digest, path, missing.message, missing.hint if in_trash else "")
 
-    def _misfit(self, wanted: Wanted, stat: Stat) -> tuple[int, str]:
-        """Bytes of the header and offsets that were read, and how they differ from the description; "" if not."""
-        handle = self._store.objects.open(wanted.digest, "objects")
-        try:
-            prefix = os.pread(handle, ALIGNMENT, 0)
-            what = f"blob {wanted.digest.short}"
-            header = read_header(prefix, file_size=stat.size, what=what)
-            why = _check_header(header, wanted, what=what)
-            if why or not isinstance(wanted.like, Column) or not wanted.like.ragged:
-                return len(prefix), why
-            spec = header.tensor("offsets")
-            offsets = os.pread(handle, spec.size, spec.start)
-            return len(prefix) + len(offsets), _broken_offsets(offsets, header.tensor("data").shape[0])
-        finally:
-            os.close(handle)
+
+def _misfit(wanted: Wanted, handle: int, size: int) -> tuple[int, str]:
+    """Bytes of the header and offsets that were read, and how they differ from the description; "" if not."""
+    prefix = os.pread(handle, ALIGNMENT, 0)
+    what = f"blob {wanted.digest.short}"
+    header = read_header(prefix, file_size=size, what=what)
+    why = _check_header(header, wanted, what=what)
+    if why or not isinstance(wanted.like, Column) or not wanted.like.ragged:
+        return len(prefix), why
+    spec = header.tensor("offsets")
+    offsets = os.pread(handle, spec.size, spec.start)
+    return len(prefix) + len(offsets), _broken_offsets(offsets, header.tensor("data").shape[0])
 
 
 def _check_header(header: BlobHeader, wanted: Wanted, *, what: str) -> str:
