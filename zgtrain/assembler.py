@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 import zgstore
-from zgtrain.blockreport import CHECKPOINT, REPORT, BlockReport, behind, command, read_report
+from zgtrain.blockreport import CHECKPOINT, REPORT, BlockReport, behind, command, command_for_all, read_report
 from zgtrain.blocks import boundaries_of, ends_of, make_block, resolve_snapshot
 from zgtrain.checkpoint import load, restore_block, state_digest
 from zgtrain.files import disk_heard, read_json, sync_folder, write_json
@@ -186,7 +186,7 @@ def _see_trained(job: Job, reports: Sequence[BlockReport | None]) -> None:
         which = "block " if len(lacking) == 1 else "blocks "
         raise zgstore.NotFound(
             f"{which}{', '.join(map(str, lacking))} of {len(reports)} not trained to the end",
-            hint=f"`{command(job, 'B') if job.relay else f'zgtrain launch {job.path}'}` trains what is left",
+            hint=f"`{command_for_all(job)}` trains what is left",
             blocks=lacking,
         )
 

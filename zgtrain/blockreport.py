@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final, NamedTuple, get_type_hints
 
 import zgstore
@@ -148,11 +149,17 @@ def command(job: Job, block: int | str, *, steps: int | None = None, fresh: bool
         steps: To say with it; default none, of a relay what it was last given, which nothing else knows.
         fresh: To begin anew.
     """
+    path = quote(str(job.path))
     if job.relay:
-        words = ["zgtrain relay", str(job.path), *([] if fresh else [f"--steps {steps or job.train.steps}"])]
+        words = ["zgtrain relay", path, *([] if fresh else [f"--steps {steps or job.train.steps}"])]
     else:
-        words = ["zgtrain run", str(job.path), f"--block {block}", *([f"--set train.steps={steps}"] if steps else [])]
+        words = ["zgtrain run", path, f"--block {block}", *([f"--set train.steps={steps}"] if steps else [])]
     return " ".join([*words, *(["--fresh"] if fresh else [])])
+
+
+def command_for_all(job: Job) -> str:
+    """What trains all blocks that are left."""
+    return command(job, "B") if job.relay else f"zgtrain launch {quote(str(job.path))}"
 
 
 # ---- which job it is of ----

@@ -11,20 +11,37 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import zgstore
 
 
+def parse_device(name: str) -> torch.device:
+    """The device of that name, whether or not this machine has it; nothing is started on it.
+
+    Raises:
+        zgstore.Invalid: if it is the name of none.
+    """
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise _none(name, error) from error
+
+
 def device_of(device: torch.device | str | None) -> torch.device:
     """The device that is named; by default a GPU if there is one.
 
     Raises:
         zgstore.Invalid: if this machine has no such device.
     """
+    place = parse_device(str(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     try:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:
-        why = str(error).partition("\n")[0]
-        hint = "name one that this machine has, as torch does: cpu, cuda:0"
-        raise zgstore.Invalid(f"{str(device)!r} is no device here: {why}", hint=hint) from error
+        raise _none(str(device), error) from error
     return place
+
+
+def _none(name: str, error: Exception) -> zgstore.Invalid:
+    why = str(error).partition("\n")[0]
+    return zgstore.Invalid(
+        f"{name!r} is no device here: {why}", hint="name one that this machine has, as torch does: cpu, cuda:0"
+    )
 
 
 @contextlib.contextmanager

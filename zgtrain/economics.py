@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import zgstore
-from zgtrain.blockreport import BlockReport, command, read_report
+from zgtrain.blockreport import BlockReport, command, command_for_all, read_report
 from zgtrain.job import BlockLaunch, Job
 from zgtrain.progress import count_blocks
 
@@ -256,8 +256,7 @@ def reports_of(job: Job, *, whoever: bool = False) -> list[BlockReport]:
     found = [read_report(job, block) for block in range(count_blocks(job))]
     reports = [report for report in found if report is not None]
     if not reports:
-        train = f"zgtrain {'relay' if job.relay else 'launch'} {job.path}"
-        raise zgstore.NotFound(f"{job.output} has no trained block", hint=f"train them: `{train}`")
+        raise zgstore.NotFound(f"{job.output} has no trained block", hint=f"train them: `{command_for_all(job)}`")
     mine = reports[0].job if whoever else job.identity()
     for field, wanted in (("job", mine), ("snapshot", reports[0].snapshot)):
         for report in reports:

@@ -14,6 +14,7 @@ import zgstore
 from zgtrain.blockreport import finished
 from zgtrain.blocks import boundaries_of, ends_of, make_block, refuse_shared, refuse_source, resolve_snapshot
 from zgtrain.crew import FAILED, BlockRun, Crew, as_error
+from zgtrain.devices import parse_device
 from zgtrain.gradient.zeroth_order import count_cores
 from zgtrain.job import BlockLaunch, Job
 from zgtrain.progress import block_status, status
@@ -91,9 +92,11 @@ def plan(job: Job, *, parallel: int | None = None, devices: Sequence[str] = ()) 
     """What a launch would do; each block is made and let go, and no teacher is loaded.
 
     Raises:
+        zgstore.Invalid: for a name that is no device's.
         zgstore.NotFound: if there is no such snapshot.
         zgstore.Refused: if its pins are not the lock file's, or a parameter is shared between blocks.
     """
+    devices = _devices(job, devices)
     store = zgstore.Store.open(job.snapshot.store)
     digest = resolve_snapshot(job, store)
     shown = zgstore.show(store, digest)
@@ -102,7 +105,6 @@ def plan(job: Job, *, parallel: int | None = None, devices: Sequence[str] = ()) 
     context = sum(size[facts.column.name] for facts in shown.columns if facts.column.role == "context")
     names = boundaries_of(job, store)
     refuse_shared(job, len(names) - 1)
-    devices = tuple(devices) or job.launch.devices
     blocks = []
     for block in range(len(names) - 1):
         source, target = ends_of(job, names, block)
@@ -122,7 +124,7 @@ def plan(job: Job, *, parallel: int | None = None, devices: Sequence[str] = ()) 
         del module  # else it would be alive beside the next one
     return Plan(
         job.identity(), str(digest), str(shown.snapshot.pins.digest()), rows, tuple(blocks),
-        min(_width(job, parallel, devices), len(blocks)), tuple(devices),
+        min(_width(job, parallel, devices), len(blocks)), devices,
     )  # fmt: skip
 
 
@@ -139,6 +141,14 @@ def _steps_done(job: Job, block: int, snapshot: str) -> int:
     if report is not None and report.snapshot == snapshot:
         return job.train.steps
     return min(block_status(job, block, snapshot=snapshot).checkpoint_step or 0, job.train.steps - 1)
+
+
+def _devices(job: Job, given: Sequence[str]) -> tuple[str, ...]:
+    """Those that are given, else the job's; a name that is none is refused before a block begins."""
+    chosen = tuple(given) or job.launch.devices
+    for name in chosen:
+        parse_device(name)
+    return chosen
 
 
 def _width(job: Job, parallel: int | None, devices: Sequence[str]) -> int:
@@ -230,7 +240,7 @@ def launch(
             "a build is followed in its own order, and train.order is 'shuffled'",
             hint="add --set train.order=sequential-first: as stored in epoch 0, shuffled from then on",
         )
-    devices = tuple(devices) or job.launch.devices
+    devices = _devices(job, devices)
     crew = Crew(
         job, _width(job, parallel, devices), devices, source,
         follow=None if follow is None else Path(follow).absolute(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import zgstore
@@ -64,7 +65,7 @@ def gathered(job: Job, others: Sequence[Job] = ()) -> dict[str, Any]:
 
 def _judged(job: Job, reports: Sequence[BlockReport]) -> dict[str, Any]:
     """The evaluation of these very blocks, or why there is none to show."""
-    command = f"zgtrain evaluate {job.path}{' --relay' if job.relay else ''}"
+    command = f"zgtrain evaluate {quote(str(job.path))}{' --relay' if job.relay else ''}"
     value = read_json(job.output / EVALUATION, {"blocks": list}, remedy=f"evaluate again: `{command}`")
     if value is not None and value["blocks"] == [each.state_digest for each in reports]:
         return {"evaluation": value, "not_evaluated": None}

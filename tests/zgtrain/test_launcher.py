@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from students import CODE, built, make_job
 
 import zgstore
 from zgtrain.assembler import gather
-from zgtrain.blockreport import read_report
+from zgtrain.blockreport import command, command_for_all, read_report
 from zgtrain.blocks import run
 from zgtrain.crew import DONE, FAILED, STOPPED, cause
 from zgtrain.jobfile import load_job
@@ -238,6 +239,23 @@ def test_a_shuffled_job_cannot_follow(tmp_path):
 def test_fewer_attempts_than_none_are_refused(tmp_path):
     with pytest.raises(zgstore.Invalid, match="-1 further attempts are none"):
         launch(load_job(make_job(tmp_path)), retries=-1)
+
+
+def test_what_is_no_device_is_refused_before_a_block_begins(tmp_path):
+    job = load_job(make_job(tmp_path))
+    for begin in (plan, launch):
+        with pytest.raises(zgstore.Invalid, match="'gpu' is no device here") as caught:
+            begin(job, devices=["cpu", "gpu"])
+        assert "cuda:0" in caught.value.hint
+    assert not list(job.output.glob("block-*"))
+
+
+def test_a_hint_s_command_is_one_word_for_a_path_with_spaces(tmp_path):
+    folder = tmp_path / "my jobs"
+    folder.mkdir()
+    job = load_job(make_job(folder))
+    for words in (command(job, 1, fresh=True), command_for_all(job)):
+        assert shlex.split(words)[2] == str(job.path)
 
 
 def test_a_build_that_fails_is_named(tmp_path):

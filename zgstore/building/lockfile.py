@@ -9,6 +9,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Final
 
 from zgstore.errors import Invalid, NotFound
@@ -57,7 +58,9 @@ def read(path: Path) -> dict[str, Locked]:
     try:
         value = foreign.parse_toml(Path(path).read_bytes())
     except FileNotFoundError as error:
-        raise NotFound(f"there is no lock file {path}", hint=f"`zgstore lock NAME --file {path}` writes one") from error
+        raise NotFound(
+            f"there is no lock file {path}", hint=f"`zgstore lock NAME --file {quote(str(path))}` writes one"
+        ) from error
     except ValueError as error:
         raise Invalid(f"{path} is not TOML: {error}", hint="restore it from version control") from error
     return {name: _section(path, name, section) for name, section in value.items()}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import lt
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from zgstore.errors import Corrupt, Invalid, Missing, NotFound, Partial
@@ -67,7 +68,7 @@ def read_plan(store: Store, digest: Digest, columns: Sequence[str] | None = None
             raise
         raise Partial(
             f"this store has only a part of {digest.short}, without {', '.join(absent)}",
-            hint=f"fetch the rest from a store that has it: `zgstore copy {digest.short} --to {store.path}`",
+            hint=f"fetch the rest from a store with it: `zgstore copy {digest.short} --to {quote(str(store.path))}`",
             columns=sorted(expected or ()),
         ) from error
 

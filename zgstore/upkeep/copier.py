@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from shlex import quote
 from typing import Any, Final
 
 from zgstore.errors import Corrupt, Invalid, NoSpace, Partial
@@ -285,7 +286,7 @@ def _check(store: Store, blob: Blob, found: Blob) -> None:
         return
     raise Corrupt(
         f"blob {blob.digest.short} of {store.path} is not what its name says",
-        hint=f"run `zgstore --store {store.path} verify --repair --recipe RECIPE`, then run this again",
+        hint=f"run `zgstore --store {quote(str(store.path))} verify --repair --recipe RECIPE`, then run this again",
         object=str(blob.digest),
         expected=str(blob.digest),
         actual=str(found.digest),

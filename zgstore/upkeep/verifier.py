@@ -19,6 +19,7 @@ from functools import partial
 from itertools import islice
 from operator import gt
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final, NamedTuple
 
 from zgstore.errors import Busy, Corrupt, Invalid, Missing, NoSpace, Transient, ZgError
@@ -182,7 +183,7 @@ class Verification:
                 if str(path) not in known:
                     yield Fault(
                         "foreign", None, path, f"{path} is no object of this store",
-                        f"move it away, if it is yours: `mv {path} ELSEWHERE`; nothing needs it here",
+                        f"move it away, if it is yours: `mv {quote(str(path))} ELSEWHERE`; nothing needs it here",
                     )  # fmt: skip
         except ZgError as error:
             yield Fault("unreadable", None, self._store.path, error.message, error.hint)
