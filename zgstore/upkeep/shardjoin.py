@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain, compress
 from typing import TypeVar
 
+from zgstore.format.digest import DIGEST_BYTES
 from zgstore.format.fields import all_digests, all_u64, pack_u64, raw_digests
 from zgstore.format.manifest import Snapshot
 from zgstore.format.pages import RootPage
@@ -63,9 +64,9 @@ def join(store: Store, a: Snapshot, b: Snapshot) -> Joined:
     met += [(rest_a[at], rest_b[to]) for at, to in by_place]
     differing: set[int] = set()
     unequal = set()
+    in_place = next((at for at, pair in enumerate(met) if pair != (at, at)), len(met))
     for name in left.blobs.keys() & right.blobs.keys():
-        mine, theirs = left.blobs[name], right.blobs[name]
-        here = [at for at, (here, there) in enumerate(met) if mine[here] != theirs[there]]
+        here = _unequal(left.blobs[name], right.blobs[name], met, in_place=in_place)
         differing.update(here)
         if here:
             unequal.add(name)
@@ -92,14 +93,14 @@ class _Opened:
     Args:
         places: Which shard of the snapshot each is ``[N]``.
         inputs: Digests of their inputs ``[N]``.
-        blobs: By column, digests ``[N]``.
+        blobs: By column, digests ``[N]``, joined.
         all_blobs: Digests of all columns' blobs, then of the constants, joined.
         all_sizes: Their sizes, u64, packed.
     """
 
     places: Sequence[int]
     inputs: Sequence[bytes]
-    blobs: Mapping[str, Sequence[bytes]]
+    blobs: Mapping[str, bytes]
     all_blobs: bytes
     all_sizes: bytes
 
@@ -132,7 +133,7 @@ def _opened(store: Store, snapshot: Snapshot, root: RootPage, shared: frozenset[
     return _Opened(
         places=places,
         inputs=list(raw_digests(b"".join(page.inputs for page in pages))),
-        blobs={column.name: list(raw_digests(blobs[at])) for at, column in enumerate(snapshot.columns)},
+        blobs={column.name: blobs[at] for at, column in enumerate(snapshot.columns)},
         all_blobs=b"".join([*blobs, *(constant.blob.raw for constant in snapshot.constants)]),
         all_sizes=b"".join([*sizes, pack_u64([constant.size for constant in snapshot.constants])]),
     )
@@ -153,6 +154,16 @@ def _paired(a: Sequence[Key], b: Sequence[Key]) -> tuple[list[tuple[int, int]], 
         else:
             alone.append(at)
     return pairs, alone, sorted(chain.from_iterable(waiting.values()))
+
+
+def _unequal(mine: bytes, theirs: bytes, met: Sequence[tuple[int, int]], *, in_place: int) -> list[int]:
+    """Which of the shards that met have two blobs; the first ``in_place`` of them stand in the same place."""
+    straight = in_place * DIGEST_BYTES
+    first = in_place if mine[:straight] == theirs[:straight] else 0
+    if first == len(met):
+        return []
+    a, b = list(raw_digests(mine)), list(raw_digests(theirs))
+    return [at for at, (here, there) in enumerate(met[first:], first) if a[here] != b[there]]
 
 
 def _bytes(a: _Opened, b: _Opened) -> tuple[int, int, int]:
