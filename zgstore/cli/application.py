@@ -69,7 +69,7 @@ class Table(TyperGroup):
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         named = self._named()
-        words = 2 if len(args) > 1 and " ".join(args[:2]) in named and args[0] in named else 1
+        words = 2 if " ".join(args[:2]) in named else 1
         name = " ".join(args[:words])
         if entry := named.get(self.prefix + name):
             return name, _load(entry, self.package, ctx.find_root().command.params), args[words:]
