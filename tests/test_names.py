@@ -91,6 +91,14 @@ def test_importing_the_package_loads_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.parametrize("line", ["zgstore build --help", "zgtrain launch --help", "zgstore --help"])
+def test_help_loads_no_store(line):
+    program, *words = line.split()
+    code = f"import sys; from {program}.cli.main import main; from zgstore.cli.console import Screen\n"
+    code += f"main({words}, Screen()); sys.exit(bool({{'torch', 'numpy', 'zgstore.storage'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
+
+
 def test_no_module_bears_the_name_of_a_public_function():
     top = {path.stem for path in Path(zgstore.__file__).parent.glob("*")}
     assert not top & set(zgstore._HOME_OF)

@@ -1,6 +1,8 @@
 """Samples, batches and columns: what comes out is what was put in, in every layout."""
 
 import pickle
+import threading
+from functools import partial
 
 import pytest
 import torch
@@ -317,3 +319,35 @@ def test_rows_without_a_sequence_axis_have_no_mask(tmp_path):
         assert set(reader.batch([1, 2])) == {"h.0", "y"}
         assert reader.lengths().tolist() == [1] * 5
         assert reader[3]["y"].item() == 3
+
+
+def test_jobs_of_two_threads_fail_in_their_order_and_an_interrupt_begins_no_more(dense_store):
+    done = []
+
+    def job(number, error=None):
+        if error is not None:
+            raise error
+        done.append(number)
+
+    with read(dense_store.store, "main") as reader:
+        blobs = reader._table.blobs
+        with pytest.raises(Missing, match="first"):
+            blobs.run([partial(job, 0), partial(job, 1, Missing("first")), partial(job, 2, Corrupt("second"))])
+        assert done == [0]
+        begun = threading.Event()
+        this_thread = threading.get_ident()
+
+        def interrupted(number):
+            if threading.get_ident() != this_thread:  # the other thread stays at its job until this one has left
+                begun.set()
+                assert left.wait(10)
+            else:
+                assert begun.wait(10)
+                threading.Timer(0.1, left.set).start()
+                raise KeyboardInterrupt
+            done.append(number)
+
+        left = threading.Event()
+        with pytest.raises(KeyboardInterrupt):
+            blobs.run([partial(interrupted, number) for number in range(9)])
+        assert len(done) == 2  # the one above, and the one that the other thread was at

@@ -8,7 +8,6 @@ from typing import Annotated, Final
 
 import typer
 
-from zgstore.building import lockfile
 from zgstore.cli.console import Screen
 from zgstore.cli.session import Options, Session
 from zgstore.errors import ZgError
@@ -30,6 +29,8 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 
 def _names() -> Iterator[str]:
+    from zgstore.building import lockfile  # noqa: PLC0415 - a command's help needs no store
+
     try:
         store = Session(Options(), Screen()).store_path()
         for kind in ("heads", "tags"):

@@ -13,7 +13,6 @@ from zgstore.cli.arguments import Recipe
 from zgstore.cli.console import Answer, Block, Facts, Line, Progress, Rows
 from zgstore.cli.session import Session, session_of
 from zgstore.cli.units import duration_text, listing, parse_list, parse_part, see_count, short, size_text
-from zgstore.cli.verify import failure, look
 from zgstore.errors import Invalid
 
 if TYPE_CHECKING:
@@ -97,6 +96,8 @@ def build(
 
 def _verified(session: Session, value: dict[str, Any]) -> Answer:
     """The locked snapshot is there: what remains is to see that it is whole."""
+    from zgstore.cli.verify import failure, look  # noqa: PLC0415 - the help need not have it
+
     problems = look(session, [value["snapshot"]]).problems
     value["problems"] = [problem.as_json() for problem in problems]
     return Answer(value, _view, error=failure(problems))

@@ -10,15 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
-from zgstore.building import lockfile
 from zgstore.cli.console import Progress, Screen, error_value, print_error
 from zgstore.errors import Interrupted, NotFound
-from zgstore.format.digest import Digest
-from zgstore.storage.store import Store
+
+if TYPE_CHECKING:  # a command's help needs no store: loading it takes 45 ms
+    from zgstore.format.digest import Digest
+    from zgstore.storage.store import Store
 
 STORE_VARIABLE: Final = "ZGSTORE_DIR"
 STORE_FOLDER: Final = ".zgstore"
@@ -74,10 +75,14 @@ class Session:
 
     def store(self) -> Store:
         """The store, opened."""
+        from zgstore.storage.store import Store  # noqa: PLC0415
+
         return Store.open(self.store_path())
 
     def rev(self, text: str) -> str:
         """A REV with ``lock:NAME`` looked up in the nearest lock file; any other as it is."""
+        from zgstore.building import lockfile  # noqa: PLC0415
+
         return lockfile.resolve(text, Path.cwd())
 
     def resolve(self, store: Store, text: str) -> Digest:

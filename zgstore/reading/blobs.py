@@ -35,7 +35,6 @@ from zgstore.storage.files import SETTLE_SECONDS
 from zgstore.storage.hashing import hash_file
 
 MAX_OPEN: Final = 32
-THREADS: Final = 2
 MAX_VECTORS: Final = 1024  # IOV_MAX
 WAIT_SECONDS: Final = 1.0
 
@@ -144,16 +143,33 @@ class Blobs:
             self.run([lambda number=number: self._touch(number) for number in todo])  # type: ignore[misc]
 
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Do the jobs on a few threads; the first failure, in their order, is raised after all have ended."""
+        """Do the jobs on this thread and one more; the first failure, in their order, is raised after all have ended.
+
+        An interrupt ends this at once, but for the job that the other thread is at.
+        """
         here = self.here()
         with here.lock:
             if here.pool is None:
-                here.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="zgstore-read")
-            pool = here.pool
-        failures = [future.exception() for future in [pool.submit(job) for job in jobs]]
-        for failure in failures:
-            if failure is not None:
-                raise failure
+                here.pool = ThreadPoolExecutor(1, thread_name_prefix="zgstore-read")
+        todo, failures = enumerate(jobs), dict[int, Exception]()
+
+        def work() -> None:
+            for at, job in todo:
+                try:
+                    job()
+                except Exception as error:  # noqa: BLE001 - raised below
+                    failures[at] = error
+
+        other = here.pool.submit(work)
+        try:
+            work()
+        finally:
+            for _ in todo:
+                pass
+            if not other.cancel():  # still waiting: it was busy with another batch, and nothing is left of this one
+                other.result()
+        if failures:
+            raise failures[min(failures)]
 
     def verified_here(self) -> list[tuple[BlobPlan, Stamp]]:
         """The blobs that this run verified long enough after their last change, and that are still the plan's files."""

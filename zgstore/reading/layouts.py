@@ -43,7 +43,7 @@ class Buffers:
         held = self._held.get(key)
         if held is None or len(held) < size:
             held = self._held[key] = torch.empty(size, dtype=torch.uint8, pin_memory=self.pin_memory)
-        return held[:size]
+        return held if len(held) == size else held[:size]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"pin_memory": self.pin_memory, "_held": {}}
@@ -230,15 +230,18 @@ def _ragged_positions(
 
 def _dense_fields(layout: Layout, contents: Mapping[str, Content], length: int) -> tuple[dict[str, Any], Tensor]:
     """Fields of columns stored with their padding, and the mask of their real tokens, by which packed leaves it out."""
-    rows = len(next(iter(contents.values())).values)
-    mask = torch.ones((rows, length), dtype=torch.bool)
-    positions = torch.arange(length).expand(rows, length).contiguous()
+    shape = (len(next(iter(contents.values())).values), length)
     kept, stored = contents.get(MASK), contents.get(POSITIONS)
-    if kept is not None and kept.values.shape == mask.shape:
+    if kept is not None and kept.values.shape == shape:
         mask = kept.values != 0
-    if stored is not None and stored.values.shape == mask.shape:
+        lengths = mask.sum(1)
+    else:
+        mask = torch.from_numpy(np.ones(shape, np.bool_))
+        lengths = torch.from_numpy(np.full(shape[:1], length))
+    if stored is not None and stored.values.shape == shape:
         positions = stored.values.to(torch.int64)
-    lengths = mask.sum(1)
+    else:
+        positions = torch.from_numpy(np.broadcast_to(np.arange(length), shape).copy())
     if layout == "padded":
         return {"lengths": lengths, "mask": mask, "positions": positions}, mask
     if layout == "list":

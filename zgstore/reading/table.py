@@ -6,7 +6,8 @@ Shapes: N rows of a batch, T the longest length, S the sum of the lengths.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -15,15 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zgstore.format.blobheader import lay_out, layout_of_column
+from zgstore.format.blobheader import BlobHeader, lay_out, layout_of_column
 from zgstore.format.manifest import Column
 from zgstore.format.readplan import ReadPlan
 from zgstore.format.tensorfile import TORCH_OF, as_tensor, int8_decode
-from zgstore.reading.blobs import Blobs, OpenBlob
+from zgstore.reading.blobs import Blobs
 from zgstore.reading.layouts import Buffers, Content, Layout, Lengths, pad
 
 # From here on the columns of a batch are read on two threads: one cold reader gets half of a disk.
 PARALLEL_BYTES: Final = 2 << 20
+
+_NO_LENGTHS: Final = np.zeros(0, np.int64)
 
 Rows = NDArray[np.int64]
 Indices = Sequence[int] | Rows | Tensor
@@ -67,6 +70,36 @@ class Form:
         return flat.view(self.dtypes[part]).view(*lead, *self.item_shape[part])
 
 
+class Piece(NamedTuple):
+    """Bytes that follow each other in a blob, on their way into a batch's memory: one system call."""
+
+    number: int
+    start: int
+    size: int
+    into: list[memoryview]
+
+
+class Stretch(NamedTuple):
+    """A run of one column, found in its blob: items that follow each other, and the lengths of a ragged one's rows."""
+
+    number: int
+    header: BlobHeader
+    first: int
+    items: int
+    lengths: Lengths
+
+    def piece(self, part: str, item_bytes: int, into: list[memoryview]) -> Piece:
+        start = self.header.tensor(part).start + self.first * item_bytes
+        return Piece(self.number, start, self.items * item_bytes, into)
+
+
+class Load(NamedTuple):
+    """A column of a batch: what is to be read for it, and then what it is."""
+
+    pieces: list[Piece]
+    content: Callable[[], Content]
+
+
 class Table:
     """The rows and columns of a plan.
 
@@ -97,13 +130,14 @@ class Table:
         self.shard_rows = np.array(plan.shard_rows, np.int64)
         self.shard_ends = np.cumsum(self.shard_rows)
         self.skips = np.array(plan.masked, np.int64)
+        self._visible = sum(plan.shard_rows) - len(plan.masked)
         # A visible row comes after a skipped one exactly if its number is at least the skipped one's place less the
         # skipped ones before that.
         self._skips_visible = self.skips - np.arange(len(self.skips))
 
     def __len__(self) -> int:
         """Visible rows."""
-        return int(self.shard_rows.sum()) - len(self.skips)
+        return self._visible
 
     def number(self, shard: int, form: Form) -> int:
         """The number of a column's blob; stable while a build grows."""
@@ -118,15 +152,16 @@ class Table:
             IndexError: if there is no such row.
         """
         stored = self._stored(indices)
-        if not len(stored):
-            return []
-        shards = np.searchsorted(self.shard_ends, stored, side="right")
-        starts = np.concatenate([[0], np.flatnonzero((np.diff(stored) != 1) | (np.diff(shards) != 0)) + 1])
-        counts = np.diff(np.concatenate([starts, [len(stored)]]))
-        shards = shards[starts]
-        firsts = stored[starts] - self.shard_ends[shards] + self.shard_rows[shards]
-        columns = (each.tolist() for each in (shards, firsts, counts, starts))
-        return [Run(*each) for each in zip(*columns, strict=True)]
+        runs, at = list[Run](), 0
+        for end in (*((stored[1:] - stored[:-1] != 1).nonzero()[0] + 1).tolist(), len(stored)):
+            row = int(stored[at]) if at < end else 0
+            while at < end:  # rows that follow each other, cut where a shard ends
+                shard = bisect_right(self.shard_ends, row)
+                shard_end = int(self.shard_ends[shard])
+                count = min(end - at, shard_end - row)
+                runs.append(Run(shard, row - shard_end + self.plan.shard_rows[shard], count, at))
+                at, row = at + count, row + count
+        return runs
 
     def _stored(self, indices: Indices) -> Rows:
         rows = np.asarray(indices)
@@ -136,10 +171,11 @@ class Table:
                 "a DataLoader whose sampler gives whole batches takes batch_size=None"
             )
         rows, size = rows.astype(np.int64), len(self)
-        rows = np.where(rows < 0, rows + size, rows)
-        outside = (rows < 0) | (rows >= size)
-        if outside.any():
-            raise IndexError(f"row {int(np.asarray(indices)[outside][0])} of {size} rows")
+        if len(rows) and (rows.min() < 0 or rows.max() >= size):
+            rows = np.where(rows < 0, rows + size, rows)
+            outside = (rows < 0) | (rows >= size)
+            if outside.any():
+                raise IndexError(f"row {int(np.asarray(indices)[outside][0])} of {size} rows")
         if len(self.skips):
             rows = rows + np.searchsorted(self._skips_visible, rows, side="right")
         return rows
@@ -149,69 +185,72 @@ class Table:
     def read(
         self, forms: Sequence[Form], runs: list[Run], layout: Layout, out: Buffers | None = None
     ) -> dict[str, Content]:
-        """The columns of these runs: verified, asked for at once if scattered, then read."""
+        """The columns of these runs: verified, found, asked for at once if scattered, then read."""
         self.blobs.require(self.number(run.shard, form) for run in runs for form in forms)
-        if len(runs) > 1:
-            self._advise(forms, runs)
-        contents: dict[str, Content] = {}
-
-        def load(form: Form) -> None:
-            contents[form.column.name] = self._column(form, runs, layout, out)
-
-        if len(forms) > 1 and self._estimate(forms, runs) >= PARALLEL_BYTES:
-            self.blobs.run([partial(load, form) for form in forms])
+        loads = [self._load(form, runs, layout, out) for form in forms]
+        jobs = [partial(self._fetch, load.pieces) for load in loads]
+        if sum(piece.size for load in loads for piece in load.pieces) >= PARALLEL_BYTES:
+            self.blobs.run(jobs)
         else:
-            for form in forms:
-                load(form)
-        return contents
+            for job in jobs:
+                job()
+        return {form.column.name: load.content() for form, load in zip(forms, loads, strict=True)}
 
-    def _estimate(self, forms: Sequence[Form], runs: list[Run]) -> int:
-        """About how many bytes the batch has, by the mean of each shard."""
-        rows, columns = self.plan.shard_rows, self.plan.columns
-        return sum(columns[form.place].blobs[r.shard].size * r.rows // rows[r.shard] for form in forms for r in runs)
+    def _fetch(self, pieces: Iterable[Piece]) -> None:
+        """The whole work of a reading thread: what else a batch takes is done before and after, by one thread."""
+        for piece in pieces:
+            with self.blobs.open(piece.number) as file:
+                self.blobs.read(file, piece.start, piece.into, piece.size)
 
-    def _advise(self, forms: Sequence[Form], runs: list[Run]) -> None:
-        """Ask for all of a step's rows before waiting for the first: cold and shuffled, a third less time."""
-        for form in forms:
-            for run in runs:
-                with self.blobs.open(self.number(run.shard, form)) as file:
-                    first, last = _items(form, file, run)
-                    size = form.item_bytes["data"]
+    def _load(self, form: Form, runs: list[Run], layout: Layout, out: Buffers | None) -> Load:
+        """One column: for each run one system call, into memory that is already the batch."""
+        stretches = self._find(form, runs)
+        if not form.column.ragged:
+            return self._packed(form, stretches, None, out)
+        lengths = np.concatenate([np.zeros(0, np.int64), *(stretch.lengths for stretch in stretches)])
+        if layout == "padded" and form.column.codec == "raw":
+            return self._padded(form, stretches, lengths, out)
+        load = self._packed(form, stretches, lengths, out)
+        if layout != "padded":
+            return load
+        return Load(load.pieces, lambda: Content(pad(load.content().values, lengths), lengths))
+
+    def _find(self, form: Form, runs: list[Run]) -> list[Stretch]:
+        """Where the runs lie; all of a step's rows are asked for before the first is waited for.
+
+        Cold and shuffled that takes a third less time; rows that follow each other the kernel reads ahead by itself.
+        """
+        stretches, size = [], form.item_bytes["data"]
+        for run in runs:
+            number = self.number(run.shard, form)
+            with self.blobs.open(number) as file:
+                first, last, lengths = run.first, run.first + run.rows, _NO_LENGTHS
+                if file.offsets is not None:
+                    bounds = file.offsets[first : last + 1]
+                    first, last, lengths = int(bounds[0]), int(bounds[-1]), np.diff(bounds)
+                stretches.append(Stretch(number, file.header, first, last - first, lengths))
+                if len(runs) > 1:
                     start = file.data.start + first * size
                     os.posix_fadvise(file.fd, start, (last - first) * size, os.POSIX_FADV_WILLNEED)
+        return stretches
 
-    def _column(self, form: Form, runs: list[Run], layout: Layout, out: Buffers | None) -> Content:
-        """One column: for each run one system call, into memory that is already the batch."""
-        count = sum(run.rows for run in runs)
-        if not form.column.ragged:
-            return Content(self._packed(form, runs, [run.at for run in runs], count, out))
-        lengths = np.zeros(count, np.int64)
-        for run in runs:
-            with self.blobs.open(self.number(run.shard, form)) as file:
-                lengths[run.at : run.at + run.rows] = np.diff(_bounds(file)[run.first : run.first + run.rows + 1])
-        if layout == "padded" and form.column.codec == "raw":
-            return Content(self._padded(form, runs, lengths, out), lengths)
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        values = self._packed(form, runs, [int(starts[run.at]) for run in runs], int(starts[-1]), out)
-        return Content(pad(values, lengths) if layout == "padded" else values, lengths)
-
-    def _packed(self, form: Form, runs: list[Run], places: list[int], items: int, out: Buffers | None) -> Tensor:
-        """Items of all runs end to end, those of ``runs[i]`` from item ``places[i]``; decoded."""
-        tensors = []
-        for part in form.parts:
-            size = form.item_bytes[part]
+    def _packed(self, form: Form, stretches: list[Stretch], lengths: Lengths | None, out: Buffers | None) -> Load:
+        """Items of all stretches end to end."""
+        items = sum(stretch.items for stretch in stretches)
+        pieces, tensors = [], []
+        for part, size in form.item_bytes.items():
             flat = _memory(out, f"{part} {form.column.name}", items * size)
-            view = flat.numpy().data
-            for run, place in zip(runs, places, strict=True):
-                with self.blobs.open(self.number(run.shard, form)) as file:
-                    first, last = _items(form, file, run)
-                    many = (last - first) * size
-                    start = file.data.start if part == "data" else file.header.tensor(part).start
-                    self.blobs.read(file, start + first * size, [view[place * size : place * size + many]], many)
+            view, at = flat.numpy().data, 0
+            for stretch in stretches:
+                end = at + stretch.items * size
+                pieces.append(stretch.piece(part, size, [view[at:end]]))
+                at = end
             tensors.append(form.tensor(part, flat, items))
-        return tensors[0] if len(tensors) == 1 else int8_decode(tensors[0], tensors[1], form.dtype)
+        if len(tensors) == 1:
+            return Load(pieces, lambda: Content(tensors[0], lengths))
+        return Load(pieces, lambda: Content(int8_decode(tensors[0], tensors[1], form.dtype), lengths))
 
-    def _padded(self, form: Form, runs: list[Run], lengths: Lengths, out: Buffers | None) -> Tensor:
+    def _padded(self, form: Form, stretches: list[Stretch], lengths: Lengths, out: Buffers | None) -> Load:
         """Rows ``[N, T, …]``: the kernel scatters a run to its padded places; only the padding is written here."""
         size, longest = form.item_bytes["data"], int(lengths.max(initial=0))
         stride = longest * size
@@ -220,12 +259,13 @@ class Table:
         view, ends = array.data, (np.arange(len(lengths)) * stride + lengths * size).tolist()
         for row, end in enumerate(ends):
             array[end : (row + 1) * stride] = 0
-        for run in runs:
-            with self.blobs.open(self.number(run.shard, form)) as file:
-                first, last = _items(form, file, run)
-                into = [view[row * stride : ends[row]] for row in range(run.at, run.at + run.rows)]
-                self.blobs.read(file, file.data.start + first * size, into, (last - first) * size)
-        return form.tensor("data", flat, len(lengths), longest)
+        pieces, row = [], 0
+        for stretch in stretches:
+            after = row + len(stretch.lengths)
+            pieces.append(stretch.piece("data", size, [view[at * stride : ends[at]] for at in range(row, after)]))
+            row = after
+        values = form.tensor("data", flat, len(lengths), longest)
+        return Load(pieces, lambda: Content(values, lengths))
 
     def tokens(self, form: Form, shards: Rows, places: Rows) -> Tensor:
         """Tokens by shard and by their place among the shard's tokens (rows of a dense column laid end to end).
@@ -272,7 +312,8 @@ class Table:
         lengths = []
         for number in numbers:
             with self.blobs.open(number) as file:
-                lengths.append(np.diff(_bounds(file)))
+                assert file.offsets is not None
+                lengths.append(np.diff(file.offsets))
         return lengths
 
     def stored_items(self, form: Form, shard: int) -> int:
@@ -282,19 +323,6 @@ class Table:
             return rows
         empty = layout_of_column(form.column, rows=rows, tokens=0).file_size
         return (self.plan.columns[form.place].blobs[shard].size - empty) // sum(form.item_bytes.values())
-
-
-def _items(form: Form, file: OpenBlob, run: Run) -> tuple[int, int]:
-    """First and last item of a run in its blob."""
-    if not form.column.ragged:
-        return run.first, run.first + run.rows
-    bounds = _bounds(file)
-    return int(bounds[run.first]), int(bounds[run.first + run.rows])
-
-
-def _bounds(file: OpenBlob) -> Lengths:
-    assert file.offsets is not None
-    return file.offsets
 
 
 def _memory(out: Buffers | None, key: str, size: int) -> Tensor:
