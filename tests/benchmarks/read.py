@@ -6,7 +6,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -30,12 +30,14 @@ class Case:
         records: The folder of the common way.
         files: Its records, in order.
         rows: Of the snapshot.
+        out: What all our epochs read into.
     """
 
     store: zgstore.Store
     records: Path
     files: list[Path]
     rows: int
+    out: Buffers = field(default_factory=Buffers)
 
     def stamped(self) -> zgstore.Reader:
         """A reader of one block's columns whose blobs all carry a stamp, as after `zgstore verify`."""
@@ -61,8 +63,7 @@ def our_epoch(case: Case, open_: Callable[[], zgstore.Reader], *, shuffled: bool
     with open_() as reader:
         if cold:
             drop_cache(case.store.path)
-        out, order = Buffers(), steps(case, shuffled=shuffled)
-        return _each(order, lambda rows: reader.batch(rows, out=out))
+        return _each(steps(case, shuffled=shuffled), lambda rows: reader.batch(rows, out=case.out))
 
 
 def common_epoch(case: Case, *, shuffled: bool, cold: bool) -> float:
