@@ -45,7 +45,7 @@ class Sizes:
     stored_gb: float = 1.0
     memory_gib: tuple[float, ...] = (1, 10)
     objects: tuple[int, ...] = (10_000, 100_000)
-    batches: int = 20
+    batches: int = 40
     shorter: int = 1
     repeats: int = 16
     commands: tuple[str, ...] = ()
