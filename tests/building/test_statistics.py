@@ -51,6 +51,11 @@ def test_any_bits_of_bf16_are_seen_as_the_numbers_they_are(bits):
         assert found.square_sum == pytest.approx(float(finite.square().sum()), rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_zero_has_no_sign(dtype):
+    assert str(stats(torch.tensor([[-0.0]], dtype=dtype)).as_value()) == "{'rms': 0.0, 'min': 0.0, 'max': 0.0}"
+
+
 def test_nothing_finite_and_nothing_at_all():
     assert stats(torch.full((2, 3), math.nan)).nonfinite == (0, 1)
     assert stats(torch.full((2, 3), math.nan)).as_value() == {}

@@ -6,7 +6,7 @@ Outputs are looked at too; there −inf is legal where it is kept as it is: a ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
@@ -19,9 +19,10 @@ from torch import Tensor
 from zgstore.format.tensorfile import offsets_of
 
 # Elements looked at together: in fp32 they stay in the core's cache, and numpy's loops over them are long enough to
-# leave Python's lock to others. Numpy and not torch: on the writing thread a second pool of threads would wait busily
-# beside the teacher's (docs/LOG.md: what was seen).
-_CHUNK: Final = 1 << 17
+# leave Python's lock to others. Torch, and BLAS from 100,000 elements on, would start threads: on the writing thread
+# they would wait busily beside the teacher's (docs/LOG.md: what was seen).
+_CHUNK: Final = 96 << 10
+_UPPER, _SIXTEEN = np.uint32(0xFFFF0000), np.uint32(16)
 _LARGEST: Final = 1e16  # squares of what is larger would leave fp32's range
 
 
@@ -62,7 +63,7 @@ class Statistics:
 
     def as_value(self) -> dict[str, float]:
         """``rms``, ``min`` and ``max`` as an action holds them; empty where nothing is finite."""
-        return {"rms": self.rms, "min": self.low, "max": self.high} if self.count else {}
+        return {"rms": self.rms, "min": self.low + 0.0, "max": self.high + 0.0} if self.count else {}  # no −0
 
 
 def stats(tensor: Tensor, lengths: Tensor | None = None, *, masks: bool = False) -> Statistics:
@@ -77,71 +78,57 @@ def stats(tensor: Tensor, lengths: Tensor | None = None, *, masks: bool = False)
     if not tensor.numel() or not tensor.is_floating_point():
         return Statistics(rows=rows)
     flat = tensor.detach().cpu().reshape(-1)
-    look = _of_bf16(min(_CHUNK, len(flat))) if flat.dtype == torch.bfloat16 else _of
-    found = Statistics()
-    for at in range(0, len(flat), _CHUNK):
-        found += look(flat[at : at + _CHUNK])
-    nonfinite = _nonfinite_rows(tensor, lengths, masks=masks) if found.count < len(flat) else ()
-    return replace(found, rows=rows, nonfinite=nonfinite)
+    found = Statistics(rows=rows)
+    for values in _pieces(flat):
+        found = _seen(found, values)
+    if found.count < len(flat):
+        return replace(found, nonfinite=_nonfinite_rows(tensor, lengths, masks=masks))
+    return found
 
 
-def _of(piece: Tensor) -> Statistics:
-    values = (piece if piece.dtype in {torch.float32, torch.float64} else piece.to(torch.float32)).numpy()
-    return _of_values(values, float(values.min()), float(values.max()))
-
-
-def _of_values(values: NDArray[np.floating[Any]], low: float, high: float) -> Statistics:
+def _seen(before: Statistics, values: NDArray[np.floating[Any]]) -> Statistics:
+    """What was seen before, and these values."""
+    low, high = float(values.min()), float(values.max())
     # NaN and Inf reach the extremes; only then are elements looked at one by one.
     if not (math.isfinite(low) and math.isfinite(high)):
         values = values[np.isfinite(values)]
         if not len(values):
-            return Statistics()
+            return before
         low, high = float(values.min()), float(values.max())
     if max(-low, high) > _LARGEST:
         values = values.astype(np.float64)
-    return Statistics(count=len(values), square_sum=float(np.dot(values, values)), low=low, high=high)
+    square_sum = before.square_sum + float(np.dot(values, values))
+    return Statistics(
+        before.rows, (), before.count + len(values), square_sum, min(before.low, low), max(before.high, high)
+    )
 
 
-def _of_bf16(room: int) -> Callable[[Tensor], Statistics]:
-    """For pieces of up to ``room`` elements: the bits of a bf16 number are the upper half of an fp32 number's.
+def _pieces(flat: Tensor) -> Iterator[NDArray[np.floating[Any]]]:
+    """The elements in fp32, or in fp64 what has it, a chunk after the other."""
+    if flat.dtype == torch.bfloat16:
+        yield from _pieces_of_bf16(flat.view(torch.int16).numpy().view(np.uint16))
+        return
+    for at in range(0, len(flat), _CHUNK):
+        piece = flat[at : at + _CHUNK]
+        yield (piece if piece.dtype in {torch.float32, torch.float64} else piece.to(torch.float32)).numpy()
 
-    So the extremes are found among whole numbers, and a pair of neighbours becomes two fp32 numbers by a mask and a
-    shift, in memory that the next piece takes over. No loop here leaves the widest vectors, as a cast would.
+
+def _pieces_of_bf16(bits: NDArray[np.uint16]) -> Iterator[NDArray[np.float32]]:
+    """bf16 widened, each piece into the memory of the one before: its bits are the upper half of an fp32 number's.
+
+    A pair of neighbours becomes two fp32 numbers by a mask and a shift, the second ones of all pairs after the first
+    ones, for order is nothing here. A cast takes as long as both.
     """
-    pairs = np.empty(room // 2, np.uint32)
-    values = pairs.view(np.float32)
-
-    def look(piece: Tensor) -> Statistics:
-        bits = piece.view(torch.int16).numpy()
-        low, high = _extremes_of_bf16(bits)
-        if not (math.isfinite(low) and math.isfinite(high) and max(-low, high) <= _LARGEST):
-            return _of_values(_widened(bits.view(np.uint16)), low, high)
-        given = bits[: len(bits) // 2 * 2].view(np.uint32)
-        half = values[: len(given)]
-        square_sum = float(_widened(bits[-1:].view(np.uint16))[0]) ** 2 if len(bits) % 2 else 0.0
-        for split, by in ((np.bitwise_and, 0xFFFF0000), (np.left_shift, 16)):
-            split(given, np.uint32(by), out=pairs[: len(given)])
-            square_sum += float(np.dot(half, half))
-        return Statistics(count=len(bits), square_sum=square_sum, low=low, high=high)
-
-    return look
-
-
-def _extremes_of_bf16(bits: NDArray[np.int16]) -> tuple[float, float]:
-    """The least and the greatest number; NaN or Inf where there is one of that sign.
-
-    Sign and magnitude: as int16 positive numbers are ordered as they are, and lie above all negative ones; as uint16
-    negative ones lie above, the largest magnitude at the top. The smallest bits are the number next to zero either way.
-    """
-    top, bottom = int(bits.max()), int(bits.view(np.uint16).max())
-    high = top if top >= 0 else int(bits.min())
-    low = bottom if bottom >= 0x8000 else int(bits.min())
-    least, greatest = _widened(np.array([low & 0xFFFF, high & 0xFFFF], np.uint16)).tolist()
-    return least + 0.0, greatest + 0.0  # no −0
-
-
-def _widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    pairs = bits[: len(bits) // 2 * 2].view(np.uint32)
+    wide = np.empty(min(_CHUNK, 2 * len(pairs)), np.uint32)
+    values = wide.view(np.float32)
+    for at in range(0, len(pairs), _CHUNK // 2):
+        piece = pairs[at : at + _CHUNK // 2]
+        np.bitwise_and(piece, _UPPER, out=wide[: len(piece)])
+        np.left_shift(piece, _SIXTEEN, out=wide[len(piece) : 2 * len(piece)])
+        yield values[: 2 * len(piece)]
+    if len(bits) % 2:
+        yield (bits[-1:].astype(np.uint32) << _SIXTEEN).view(np.float32)
 
 
 def _nonfinite_rows(tensor: Tensor, lengths: Tensor | None, *, masks: bool) -> tuple[int, ...]:
