@@ -6,7 +6,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from tests.benchmarks.measuring import Entry, told, within
 from zgstore.building.shards import QUEUE_BYTES
 
 ROWS, LENGTH, LAYERS = 4, 1024, 4
+ALONE_BATCHES = 8  # after which the memory of a teacher alone has come to its peak
 SPEEDS = {10: 0.25, 35: 0.5, 200: 1.0}  # times faster than the real teacher → share of `gb` to store with it
 
 
@@ -88,25 +90,29 @@ def _peak_mib(scratch: Path, gib: float) -> float:
     return json.loads(done.stdout)["peak_mib"]
 
 
-def _status_mib(field: str) -> float:
-    """A field of the kernel's account of this process, in MiB."""
+def _peak(work: Callable[[], object]) -> float:
+    """The most memory this process has while it works, in MiB."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    work()
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def child(folder: Path, gib: float) -> float:
-    """MiB that a build adds at its peak to a teacher that is loaded and has run."""
+    """MiB that a build has at its peak beyond the peak of its teacher alone."""
     recipe = synthetic.recipe(
         folder, count=max(1, round(gib * 2**30 / batch_bytes(LENGTH))), rows=ROWS, length=LENGTH, layers=LAYERS
     )
     model = recipe.teacher.load()
-    with torch.inference_mode():
-        model(next(iter(recipe.data.batches()))["input_ids"])
     store = zgstore.Store.init(folder / "store")
-    before = _status_mib("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted from here
-    zgstore.build(store, recipe, ref="main")
-    return _status_mib("VmHWM") - before
+
+    def alone() -> None:
+        with torch.inference_mode():
+            for batch in islice(recipe.data.batches(), ALONE_BATCHES):
+                model(batch["input_ids"])
+
+    beside = _peak(alone)
+    return _peak(lambda: zgstore.build(store, recipe, ref="main")) - beside
 
 
 if __name__ == "__main__":
