@@ -73,7 +73,7 @@ def memory(scratch: Path, *, gib: Sequence[float]) -> list[Entry]:
     return [
         within(
             f"memory that a build of {size:g} GiB adds to its teacher: the queue and 4 batches",
-            [_peak_mib(scratch, size)],
+            [_added_mib(scratch, size)],
             at_most=allowed,
             unit="MiB",
         )
@@ -81,16 +81,16 @@ def memory(scratch: Path, *, gib: Sequence[float]) -> list[Entry]:
     ]
 
 
-def _peak_mib(scratch: Path, gib: float) -> float:
+def _added_mib(scratch: Path, gib: float) -> float:
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         done = subprocess.run(
             [sys.executable, "-m", "tests.benchmarks.cost", folder, str(gib)],
             check=True, capture_output=True, text=True,
         )  # fmt: skip
-    return json.loads(done.stdout)["peak_mib"]
+    return json.loads(done.stdout)["added_mib"]
 
 
-def _peak(work: Callable[[], object]) -> float:
+def _peak_mib(work: Callable[[], object]) -> float:
     """The most memory this process has while it works, in MiB."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     work()
@@ -111,9 +111,9 @@ def child(folder: Path, gib: float) -> float:
             for batch in islice(recipe.data.batches(), ALONE_BATCHES):
                 model(batch["input_ids"])
 
-    beside = _peak(alone)
-    return _peak(lambda: zgstore.build(store, recipe, ref="main")) - beside
+    alone_mib = _peak_mib(alone)
+    return _peak_mib(lambda: zgstore.build(store, recipe, ref="main")) - alone_mib
 
 
 if __name__ == "__main__":
-    print(json.dumps({"peak_mib": child(Path(sys.argv[1]), float(sys.argv[2]))}))
+    print(json.dumps({"added_mib": child(Path(sys.argv[1]), float(sys.argv[2]))}))

@@ -80,7 +80,7 @@ def test_pieces_smaller_than_the_tensor_change_nothing(monkeypatch):
     x = torch.randn(50, 7, generator=torch.Generator().manual_seed(1))
     x[3, 3] = math.nan
     whole = stats(x)
-    monkeypatch.setattr("zgstore.building.statistics._CHUNK", 11)
+    monkeypatch.setattr("zgstore.building.statistics._PIECE", 12)
     cut = stats(x)
     assert (cut.nonfinite, cut.count, cut.low, cut.high) == (whole.nonfinite, whole.count, whole.low, whole.high)
     assert cut.rms == pytest.approx(whole.rms, rel=1e-6)

@@ -228,12 +228,12 @@ class _Build:
         self.session.sync()
         # 3. what they were made with and of
         self._remember()
-        if captured.left_out.rows:
-            rows = sorted(captured.left_out.rows)
+        if captured.left_out:
+            rows = sorted(captured.left_out)
             value = {
                 "kind": "left-out",
                 "rows": pack_u64([row - shard.first_row for row in rows]),
-                "reasons": [captured.left_out.rows[row] for row in rows],
+                "reasons": [captured.left_out[row] for row in rows],
             }
             self.store.memos.put_measurement(left_out_key(extractor_stem(plan), shard), value)
         by_teacher = sum(wanted.source == "teacher" for wanted in captured.wanted) or 1

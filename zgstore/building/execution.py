@@ -129,13 +129,6 @@ def _check_device(device: str) -> None:
         raise Invalid(f"{device!r} is no device", hint="name devices as torch does: cpu, cuda:0") from error
 
 
-@dataclass(slots=True)
-class LeftOut:
-    """What an extractor left out of a shard: stream index → reason."""
-
-    rows: dict[int, str] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True)
 class Captured:
     """A shard whose batches have all been handed over.
@@ -144,14 +137,14 @@ class Captured:
         shard: Which.
         wanted: The columns that were captured.
         draft: Their bytes.
-        left_out: Rows that an extractor left out.
+        left_out: Rows that an extractor left out: stream index → reason.
         seconds: The teacher's time.
     """
 
     shard: ShardInputs
     wanted: Sequence[Wanted]
     draft: ShardDraft
-    left_out: LeftOut
+    left_out: Mapping[int, str]
     seconds: float
 
 
@@ -176,14 +169,18 @@ class Run:
         session: Whose drafts.
         source: The teacher.
         inputs: The stream.
-        limit: As it was read.
+        limit: Rows of the stream at most; None: all.
         finish: Called on the writing thread with each whole shard.
         refresh: Called before a shard: the columns still to be captured; another build may have made some by now.
         stop: Asks whether to end after the shard in flight.
         tick: Called with (rows, bytes) handed over.
+        check_space: Whether a disk that is too small is refused at the first batch.
         constants: Digest by name, as the first batch gave them; filled here for an extractor's.
         columns: All that an extractor's first batch gave; empty if that is not known.
         waiting: Tasks whose space has not been asked for.
+        drafts: Of the shards under way.
+        teacher_seconds: What the teacher took.
+        store_seconds: What the writing thread took.
         needed_bytes: What the first shard's shapes said that all of them need.
     """
 
@@ -206,7 +203,7 @@ class Run:
 
 
 def run_tasks(run: Run, tasks: Sequence[Task]) -> None:
-    """Capture every task, on each replica in turn; returns when the last shard is finished.
+    """Capture every task, dealt out to the replicas, which run side by side; returns when the last shard is finished.
 
     Raises:
         Interrupted: if asked to stop; the shards so far are finished.
@@ -251,13 +248,13 @@ def _run_share(
     replay = Replay(run.source.recipe, run.inputs, limit=run.limit)
     pool = Pool()
     before: threading.Event | None = None
-    with _Hooks(run.source, module, pool) as hooks:
+    with _Capturers(run.source, module, pool) as capturers:
         for task in tasks:
             if over.is_set() or run.stop():
                 return
             left = run.refresh(task)
             if left.wanted:
-                finished = _run_shard(run, background, hooks, replay, left)
+                finished = _run_shard(run, background, capturers, replay, left)
                 # A teacher that is faster than the disk would run ahead by shards, and a kill would cost them all.
                 if before is not None:
                     background.wait(before)
@@ -265,7 +262,7 @@ def _run_share(
                 trim()
 
 
-class _Hooks:
+class _Capturers:
     """The capturer that stands now; another only when other points are missing."""
 
     def __init__(self, source: TeacherSource, module: nn.Module | None, pool: Pool) -> None:
@@ -295,23 +292,24 @@ class _Hooks:
         return self._capturer
 
 
-def _run_shard(run: Run, background: Background, hooks: _Hooks, replay: Replay, task: Task) -> threading.Event:
+def _run_shard(run: Run, background: Background, capturers: _Capturers, replay: Replay, task: Task) -> threading.Event:
     """Hand the shard's batches over, then its end; what is returned is set when it is finished."""
     shard, inputs, recipe = task.shard, run.inputs, run.source.recipe
     filters = recipe.capture.extractor is not None
     lengths = None
     if inputs.lengths is not None:
         lengths = inputs.lengths[shard.first_row : shard.first_row + shard.rows]
-    draft = ShardDraft(run.session, task.wanted, rows=None if filters else shard.rows, lengths=lengths, pool=hooks.pool)
+    rows = None if filters else shard.rows
+    draft = ShardDraft(run.session, task.wanted, rows=rows, lengths=lengths, pool=capturers.pool)
     run.drafts.append(draft)
-    left_out, seconds = LeftOut(), 0.0
-    capturer = hooks.at(task.by_teacher)
+    left_out, seconds = dict[int, str](), 0.0
+    capturer = capturers.at(task.by_teacher)
     for index in range(shard.first_batch, shard.first_batch + shard.batches):
         info, batch = inputs.batches[index], replay.batch(index)
         began = time.perf_counter()
         tensors, sample = _tensors(run, task, capturer, batch, first=info.first)
         seconds += time.perf_counter() - began
-        left_out.rows |= {info.first + row: reason for row, reason in sample.left_out.items()}
+        left_out |= {info.first + row: reason for row, reason in sample.left_out.items()}
         size = weight_of(tensors)
         background.submit(_adding(run, draft, tensors, sample), weight_bytes=size)
         if index == shard.first_batch and run.check_space:

@@ -159,7 +159,6 @@ class ShardDraft:
     ) -> None:  # fmt: skip
         self._streams = {wanted.name: _Stream(session, wanted, rows=rows, lengths=lengths) for wanted in columns}
         self._pool = pool
-        self.seconds = 0.0
 
     def add(
         self, tensors: Mapping[str, Tensor], *, lengths: Tensor | None = None, packed: frozenset[str] = frozenset(),
@@ -190,10 +189,6 @@ class ShardDraft:
             for name, stream in self._streams.items()
             if stream.statistics.nonfinite
         }
-
-    def new_bytes(self) -> int:
-        """Bytes that these blobs will have, as far as it is known."""
-        return sum(stream.header.file_size for stream in self._streams.values() if stream.header)
 
     def keep(self) -> list[Stored]:
         """Make the blobs durable and give them their names (FORMAT 1, 7.2 and 7.3), column by column."""

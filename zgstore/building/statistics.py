@@ -20,9 +20,11 @@ from zgstore.format.tensorfile import offsets_of
 
 # Elements looked at together: in fp32 they stay in the core's cache, and numpy's loops over them are long enough to
 # leave Python's lock to others. Torch, and BLAS from 100,000 elements on, would start threads: on the writing thread
-# they would wait busily beside the teacher's (docs/LOG.md: what was seen).
-_CHUNK: Final = 96 << 10
-_UPPER, _SIXTEEN = np.uint32(0xFFFF0000), np.uint32(16)
+# they would wait busily beside the teacher's (docs/LOG.md, "What a build adds to a teacher that is faster than the
+# disk").
+_PIECE: Final = 96 << 10
+_UPPER: Final = np.uint32(0xFFFF0000)
+_SIXTEEN: Final = np.uint32(16)
 _LARGEST: Final = 1e16  # squares of what is larger would leave fp32's range
 
 
@@ -63,67 +65,62 @@ class Statistics:
 
     def as_value(self) -> dict[str, float]:
         """``rms``, ``min`` and ``max`` as an action holds them; empty where nothing is finite."""
-        return {"rms": self.rms, "min": self.low + 0.0, "max": self.high + 0.0} if self.count else {}  # no −0
+        return {"rms": self.rms, "min": self.low + 0.0, "max": self.high + 0.0} if self.count else {}  # +0 of ±0
 
 
 def stats(tensor: Tensor, lengths: Tensor | None = None, *, masks: bool = False) -> Statistics:
-    """Statistics of a chunk.
+    """Statistics of some rows; of integers nothing is counted, and all are finite.
 
     Args:
         tensor: ``[rows, …]``, or ``[sum of lengths, …]`` with ``lengths``.
-        lengths: Integer ``[rows]`` of a ragged chunk.
+        lengths: Integer ``[rows]`` of a ragged tensor.
         masks: Whether −inf stands for what is masked, and is no fault.
     """
     rows = len(tensor) if lengths is None else len(lengths)
     if not tensor.numel() or not tensor.is_floating_point():
         return Statistics(rows=rows)
     flat = tensor.detach().cpu().reshape(-1)
-    found = Statistics(rows=rows)
+    found = Statistics()
     for values in _pieces(flat):
-        found = _seen(found, values)
-    if found.count < len(flat):
-        return replace(found, nonfinite=_nonfinite_rows(tensor, lengths, masks=masks))
-    return found
+        found += _of(values)
+    nonfinite = _nonfinite_rows(tensor, lengths, masks=masks) if found.count < len(flat) else ()
+    return replace(found, rows=rows, nonfinite=nonfinite)
 
 
-def _seen(before: Statistics, values: NDArray[np.floating[Any]]) -> Statistics:
-    """What was seen before, and these values."""
+def _of(values: NDArray[np.floating[Any]]) -> Statistics:
     low, high = float(values.min()), float(values.max())
     # NaN and Inf reach the extremes; only then are elements looked at one by one.
     if not (math.isfinite(low) and math.isfinite(high)):
         values = values[np.isfinite(values)]
         if not len(values):
-            return before
+            return Statistics()
         low, high = float(values.min()), float(values.max())
     if max(-low, high) > _LARGEST:
         values = values.astype(np.float64)
-    square_sum = before.square_sum + float(np.dot(values, values))
-    return Statistics(
-        before.rows, (), before.count + len(values), square_sum, min(before.low, low), max(before.high, high)
-    )
+    return Statistics(count=len(values), square_sum=float(np.dot(values, values)), low=low, high=high)
 
 
 def _pieces(flat: Tensor) -> Iterator[NDArray[np.floating[Any]]]:
-    """The elements in fp32, or in fp64 what has it, a chunk after the other."""
+    """The elements in fp32, or in fp64 what has it, a piece after the other; each until the next is asked for."""
     if flat.dtype == torch.bfloat16:
         yield from _pieces_of_bf16(flat.view(torch.int16).numpy().view(np.uint16))
         return
-    for at in range(0, len(flat), _CHUNK):
-        piece = flat[at : at + _CHUNK]
+    for at in range(0, len(flat), _PIECE):
+        piece = flat[at : at + _PIECE]
         yield (piece if piece.dtype in {torch.float32, torch.float64} else piece.to(torch.float32)).numpy()
 
 
 def _pieces_of_bf16(bits: NDArray[np.uint16]) -> Iterator[NDArray[np.float32]]:
-    """bf16 widened, each piece into the memory of the one before: its bits are the upper half of an fp32 number's.
+    """bf16 as fp32, whose upper half its bits are: two numbers of each pair, by a mask and by a shift.
 
-    A pair of neighbours becomes two fp32 numbers by a mask and a shift, the second ones of all pairs after the first
-    ones, for order is nothing here. A cast takes as long as both.
+    First one of each pair, then the other of each, for order is nothing here; all in memory that the next piece takes
+    over. Torch's cast takes no less time, and threads.
     """
     pairs = bits[: len(bits) // 2 * 2].view(np.uint32)
-    wide = np.empty(min(_CHUNK, 2 * len(pairs)), np.uint32)
+    wide = np.empty(min(_PIECE, 2 * len(pairs)), np.uint32)
     values = wide.view(np.float32)
-    for at in range(0, len(pairs), _CHUNK // 2):
-        piece = pairs[at : at + _CHUNK // 2]
+    for at in range(0, len(pairs), _PIECE // 2):
+        piece = pairs[at : at + _PIECE // 2]
         np.bitwise_and(piece, _UPPER, out=wide[: len(piece)])
         np.left_shift(piece, _SIXTEEN, out=wide[len(piece) : 2 * len(piece)])
         yield values[: 2 * len(piece)]

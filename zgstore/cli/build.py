@@ -96,7 +96,7 @@ def build(
 
 def _verified(session: Session, value: dict[str, Any]) -> Answer:
     """The locked snapshot is there: what remains is to see that it is whole."""
-    from zgstore.cli.verify import failure, look  # noqa: PLC0415 - the help need not have it
+    from zgstore.cli.verify import failure, look  # noqa: PLC0415 - a command's help needs no store
 
     problems = look(session, [value["snapshot"]]).problems
     value["problems"] = [problem.as_json() for problem in problems]

@@ -75,13 +75,13 @@ class Session:
 
     def store(self) -> Store:
         """The store, opened."""
-        from zgstore.storage.store import Store  # noqa: PLC0415
+        from zgstore.storage.store import Store  # noqa: PLC0415 - a command's help needs no store
 
         return Store.open(self.store_path())
 
     def rev(self, text: str) -> str:
         """A REV with ``lock:NAME`` looked up in the nearest lock file; any other as it is."""
-        from zgstore.building import lockfile  # noqa: PLC0415
+        from zgstore.building import lockfile  # noqa: PLC0415 - a command's help needs no store
 
         return lockfile.resolve(text, Path.cwd())
 

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,7 +73,7 @@ class _Here:
         self.lock = threading.Lock()
         self.files: OrderedDict[int, OpenBlob] = OrderedDict()
         self.looked_at: dict[int, Stamp] = {}  # verified here although it is not the file of the plan
-        self.pool: ThreadPoolExecutor | None = None
+        self.other: ThreadPoolExecutor | None = None  # one thread beside the caller's
         self.bytes_read = 0
         self.bytes_verified = 0
 
@@ -137,21 +138,25 @@ class Blobs:
         notes = self.notes
         todo = [number for number in dict.fromkeys(numbers) if not notes[number]]
         todo = [number for number in todo if number not in self.here().looked_at]
-        if len(todo) == 1:
-            self._touch(todo[0])
-        elif todo:
-            self.run([lambda number=number: self._touch(number) for number in todo])  # type: ignore[misc]
+        self.run([partial(self._touch, number) for number in todo])
 
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Do the jobs on this thread and one more; the first failure, in their order, is raised after all have ended.
+        """Do the jobs on this thread and one more, each by whoever is free.
 
         An interrupt ends this at once, but for the job that the other thread is at.
+
+        Raises:
+            What the first job that failed, in their order, raised; after all have ended.
         """
+        if len(jobs) < 2:
+            for job in jobs:
+                job()
+            return
         here = self.here()
         with here.lock:
-            if here.pool is None:
-                here.pool = ThreadPoolExecutor(1, thread_name_prefix="zgstore-read")
-        todo, failures = enumerate(jobs), dict[int, Exception]()
+            if here.other is None:
+                here.other = ThreadPoolExecutor(1, thread_name_prefix="zgstore-read")
+        todo, failures = enumerate(jobs), dict[int, Exception]()  # a step of one iterator is one under Python's lock
 
         def work() -> None:
             for at, job in todo:
@@ -160,13 +165,13 @@ class Blobs:
                 except Exception as error:  # noqa: BLE001 - raised below
                     failures[at] = error
 
-        other = here.pool.submit(work)
+        other = here.other.submit(work)
         try:
             work()
         finally:
             for _ in todo:
                 pass
-            if not other.cancel():  # still waiting: it was busy with another batch, and nothing is left of this one
+            if not other.cancel():  # else it was busy with another batch, and never began with this one
                 other.result()
         if failures:
             raise failures[min(failures)]
@@ -265,8 +270,8 @@ class Blobs:
         """Close this process's files, for good."""
         self.closed = True
         here, self._here = self._here, None
-        if here is not None and here.pid == os.getpid() and here.pool is not None:
-            here.pool.shutdown()
+        if here is not None and here.pid == os.getpid() and here.other is not None:
+            here.other.shutdown()
 
     @staticmethod
     def _retire(here: _Here) -> None:
@@ -280,18 +285,15 @@ class Blobs:
     def _open(self, number: int) -> OpenBlob:
         fd = self._open_regular(number)
         try:
-            return self._looked_at(number, fd)
+            return self._inspected(number, fd)
         except OSError as error:
             os.close(fd)
-            path = self.path(number)
-            raise Transient(
-                f"reading {path}: {error.strerror}", hint="check the disk or the network, then run again", path=path
-            ) from error
+            raise self._unread(number, error) from error
         except BaseException:
             os.close(fd)
             raise
 
-    def _looked_at(self, number: int, fd: int) -> OpenBlob:
+    def _inspected(self, number: int, fd: int) -> OpenBlob:
         seen, size = stamp_of(os.fstat(fd)), self.plans[number].size
         if seen[2] != size:
             raise self._corrupt(number, f"it has {seen[2]} bytes, not {size}", size, seen[2])
@@ -330,6 +332,12 @@ class Blobs:
             return Invalid(f"{path} may not be read: {error.strerror}", hint="ask its owner for the store's group")
         return Transient(
             f"opening {path}: {error.strerror}", hint="raise `ulimit -n`, or check the disk, then run again", path=path
+        )
+
+    def _unread(self, number: int, error: OSError) -> Transient:
+        path = self.path(number)
+        return Transient(
+            f"reading {path}: {error.strerror}", hint="check the disk or the network, then run again", path=path
         )
 
     def _described(self, number: int, fd: int) -> OpenBlob:
@@ -386,10 +394,7 @@ class Blobs:
                     rest, place = rest[got:], place + got
                 at = place
         except OSError as error:
-            path = self.path(file.number)
-            raise Transient(
-                f"reading {path}: {error.strerror}", hint="check the disk, then run again", path=path
-            ) from error
+            raise self._unread(file.number, error) from error
         self.here().bytes_read += size
 
 

@@ -43,7 +43,7 @@ class Buffers:
         held = self._held.get(key)
         if held is None or len(held) < size:
             held = self._held[key] = torch.empty(size, dtype=torch.uint8, pin_memory=self.pin_memory)
-        return held if len(held) == size else held[:size]
+        return held[:size]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"pin_memory": self.pin_memory, "_held": {}}
@@ -236,6 +236,7 @@ def _dense_fields(layout: Layout, contents: Mapping[str, Content], length: int) 
         mask = kept.values != 0
         lengths = mask.sum(1)
     else:
+        # By numpy: torch's small operations took most of the time that a warm step's fields do (`LOG.md`).
         mask = torch.from_numpy(np.ones(shape, np.bool_))
         lengths = torch.from_numpy(np.full(shape[:1], length))
     if stored is not None and stored.values.shape == shape:

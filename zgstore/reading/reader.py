@@ -32,7 +32,7 @@ from zgstore.reading.layouts import (
     dense_length,
 )
 from zgstore.reading.table import Form, Indices, Table
-from zgstore.reading.views import ColumnView, TokenView
+from zgstore.reading.views import ColumnView, TokenView, is_list
 
 VERIFY: Final = ("first-use", "open", "never")
 _MASK_ROWS: Final = 4096
@@ -160,7 +160,7 @@ class Reader(Dataset[dict[str, Tensor]]):
         Raises:
             IndexError: if there is no such row.
         """
-        if isinstance(index, list | tuple | np.ndarray) or (isinstance(index, Tensor) and index.dim()):
+        if is_list(index):
             return self.batch(index)
         return self.__getitems__([operator.index(index)])[0]
 
@@ -193,6 +193,10 @@ class Reader(Dataset[dict[str, Tensor]]):
 
         Raises:
             IndexError: if there is no such row.
+            TypeError: if the indices are no list of whole numbers.
+            Invalid: for an unknown layout, or a reader that was closed.
+            Partial: if ``packed`` needs an attention mask that is not in this part of the snapshot.
+            Transient: if the system would not read it.
             Corrupt: if a blob is met whose bytes are not what its name says.
             Missing: if a blob is gone.
         """

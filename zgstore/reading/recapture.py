@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from zgstore.building.capture import Pool
 from zgstore.building.execution import TeacherSource
 from zgstore.building.identity import data_memo
 from zgstore.building.inputs import Replay, read_inputs
+from zgstore.building.pool import Pool
 from zgstore.building.preparation import stream_rows
 from zgstore.building.recipe import Recipe, load_recipe
 from zgstore.building.rows import SampleBatch

@@ -6,18 +6,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import BatchSampler
 
 from zgstore.errors import Invalid, Refused
-from zgstore.reading.order import Permutation, permutation
+from zgstore.reading.order import Permutation, Rows, permutation
 
 ORDERS: Final = ("shuffled", "sequential", "sequential-first")
 _AHEAD: Final = 4096  # rows put in order at once: a call costs as much for one as for a hundred
 
 Order = Literal["shuffled", "sequential", "sequential-first"]
-Rows = NDArray[np.int64]
 
 
 class Ordered(Protocol):
@@ -219,7 +217,7 @@ class Sampler(BatchSampler):
         return self._state(epoch, self._position_of(steps, epoch))
 
     def _state(self, epoch: int, position: int) -> dict[str, Any]:
-        growing = not getattr(self.reader, "done", True)
+        growing = _grows(self.reader)
         return {
             "seed": self.seed,
             "order": self.order,
@@ -277,7 +275,7 @@ class _Epoch:
     def _permuted(self) -> Permutation:
         if self._permutation is None:
             reader = self._sampler.reader
-            if not getattr(reader, "done", True):
+            if _grows(reader):
                 raise Invalid(
                     "a build that still grows has no shuffled order",
                     hint='use order="sequential-first", or wait until the build is published',
@@ -288,11 +286,15 @@ class _Epoch:
     def _available(self, stop: int) -> int:
         """Rows there are; of a growing build, after waiting for those that are needed."""
         reader = self._sampler.reader
-        if not getattr(reader, "done", True):
+        if _grows(reader):
             wait: Any = getattr(reader, "wait", None)
             if wait is not None:
                 wait(stop)
         return len(reader)
+
+
+def _grows(reader: Ordered) -> bool:
+    return not getattr(reader, "done", True)
 
 
 def _whole(rows: Rows) -> list[int]:

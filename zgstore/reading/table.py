@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from zgstore.format.blobheader import BlobHeader, lay_out, layout_of_column
@@ -22,18 +21,25 @@ from zgstore.format.readplan import ReadPlan
 from zgstore.format.tensorfile import TORCH_OF, as_tensor, int8_decode
 from zgstore.reading.blobs import Blobs
 from zgstore.reading.layouts import Buffers, Content, Layout, Lengths, pad
+from zgstore.reading.order import Rows
 
 # From here on the columns of a batch are read on two threads: one cold reader gets half of a disk.
 PARALLEL_BYTES: Final = 2 << 20
 
 _NO_LENGTHS: Final = np.zeros(0, np.int64)
 
-Rows = NDArray[np.int64]
 Indices = Sequence[int] | Rows | Tensor
 
 
 class Run(NamedTuple):
-    """Rows of a batch that follow each other in a shard: one read for each column."""
+    """Rows that follow each other in a shard: one read for each column; or tokens, in `Table.tokens`.
+
+    Args:
+        shard: Which.
+        first: The first one, counted in the shard.
+        rows: How many.
+        at: Where they go in the batch.
+    """
 
     shard: int
     first: int
@@ -48,17 +54,17 @@ class Form:
         Invalid: for a codec or dtype that this version does not know.
     """
 
-    __slots__ = ("column", "dtypes", "item_bytes", "item_shape", "parts", "place")
+    __slots__ = ("column", "dtypes", "item_bytes", "item_shape", "place")
 
     def __init__(self, column: Column, place: int) -> None:
         self.column = column
         self.place = place
         header = layout_of_column(column, rows=1, tokens=1)
         held = {spec.name: spec for spec in header.tensors}
-        self.parts: list[str] = [name for name in ("data", "scale") if name in held]
-        self.dtypes = {name: TORCH_OF[held[name].dtype] for name in self.parts}
-        self.item_shape = {name: held[name].shape[1:] for name in self.parts}
-        self.item_bytes = {name: held[name].size for name in self.parts}
+        parts: list[str] = [name for name in ("data", "scale") if name in held]
+        self.dtypes = {name: TORCH_OF[held[name].dtype] for name in parts}
+        self.item_shape = {name: held[name].shape[1:] for name in parts}
+        self.item_bytes = {name: held[name].size for name in parts}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,6 +74,10 @@ class Form:
     def tensor(self, part: str, flat: Tensor, *lead: int) -> Tensor:
         """uint8 memory as what it holds: ``[*lead, …]``."""
         return flat.view(self.dtypes[part]).view(*lead, *self.item_shape[part])
+
+    def decoded(self, parts: Sequence[Tensor]) -> Tensor:
+        """What a reader gets of the tensors that are stored, ``[…]`` each, in the order of ``item_bytes``."""
+        return parts[0] if len(parts) == 1 else int8_decode(parts[0], parts[1], self.dtype)
 
 
 class Piece(NamedTuple):
@@ -79,16 +89,25 @@ class Piece(NamedTuple):
     into: list[memoryview]
 
 
-class Stretch(NamedTuple):
-    """A run of one column, found in its blob: items that follow each other, and the lengths of a ragged one's rows."""
+class Span(NamedTuple):
+    """A run of one column, found in its blob.
+
+    Args:
+        number: The blob's.
+        header: Its.
+        first: The first of the run's items there.
+        items: How many.
+        lengths: int64 ``[rows]`` of a ragged column; None of a dense one.
+    """
 
     number: int
     header: BlobHeader
     first: int
     items: int
-    lengths: Lengths
+    lengths: Lengths | None
 
     def piece(self, part: str, item_bytes: int, into: list[memoryview]) -> Piece:
+        """A part of its items, on their way to these places."""
         start = self.header.tensor(part).start + self.first * item_bytes
         return Piece(self.number, start, self.items * item_bytes, into)
 
@@ -150,17 +169,18 @@ class Table:
 
         Raises:
             IndexError: if there is no such row.
+            TypeError: if they are no list of whole numbers.
         """
-        stored = self._stored(indices)
-        runs, at = list[Run](), 0
-        for end in (*((stored[1:] - stored[:-1] != 1).nonzero()[0] + 1).tolist(), len(stored)):
-            row = int(stored[at]) if at < end else 0
-            while at < end:  # rows that follow each other, cut where a shard ends
+        stored, runs, at = self._stored(indices), list[Run](), 0
+        breaks = (stored[1:] - stored[:-1] != 1).nonzero()[0] + 1
+        for end in (*breaks.tolist(), len(stored)):
+            while at < end:  # cut where a shard ends
+                row = int(stored[at])
                 shard = bisect_right(self.shard_ends, row)
                 shard_end = int(self.shard_ends[shard])
                 count = min(end - at, shard_end - row)
                 runs.append(Run(shard, row - shard_end + self.plan.shard_rows[shard], count, at))
-                at, row = at + count, row + count
+                at += count
         return runs
 
     def _stored(self, indices: Indices) -> Rows:
@@ -185,7 +205,18 @@ class Table:
     def read(
         self, forms: Sequence[Form], runs: list[Run], layout: Layout, out: Buffers | None = None
     ) -> dict[str, Content]:
-        """The columns of these runs: verified, found, asked for at once if scattered, then read."""
+        """The columns of these runs: verified, found, asked for at once if scattered, then read.
+
+        One thread finds them and lays out the memory, and decodes in the end; two do nothing but the system calls. A
+        step of some MiB leaves no cache warm, so that each line of Python costs several times what it does elsewhere,
+        and on two threads it waits for Python's lock besides (`python -m tests.benchmarks read`).
+
+        Returns:
+            Content by column.
+
+        Raises:
+            Corrupt, Missing, Transient, Invalid: as `Blobs.open` and `Blobs.read` do.
+        """
         self.blobs.require(self.number(run.shard, form) for run in runs for form in forms)
         loads = [self._load(form, runs, layout, out) for form in forms]
         jobs = [partial(self._fetch, load.pieces) for load in loads]
@@ -197,73 +228,72 @@ class Table:
         return {form.column.name: load.content() for form, load in zip(forms, loads, strict=True)}
 
     def _fetch(self, pieces: Iterable[Piece]) -> None:
-        """The whole work of a reading thread: what else a batch takes is done before and after, by one thread."""
         for piece in pieces:
             with self.blobs.open(piece.number) as file:
                 self.blobs.read(file, piece.start, piece.into, piece.size)
 
     def _load(self, form: Form, runs: list[Run], layout: Layout, out: Buffers | None) -> Load:
-        """One column: for each run one system call, into memory that is already the batch."""
-        stretches = self._find(form, runs)
+        """One column, found and laid out: for each run one system call to come, into memory that is the batch."""
+        spans = self._find(form, runs)
         if not form.column.ragged:
-            return self._packed(form, stretches, None, out)
-        lengths = np.concatenate([np.zeros(0, np.int64), *(stretch.lengths for stretch in stretches)])
+            return self._packed(form, spans, None, out)
+        lengths = np.concatenate([_NO_LENGTHS, *(span.lengths for span in spans if span.lengths is not None)])
         if layout == "padded" and form.column.codec == "raw":
-            return self._padded(form, stretches, lengths, out)
-        load = self._packed(form, stretches, lengths, out)
+            return self._padded(form, spans, lengths, out)
+        load = self._packed(form, spans, lengths, out)
         if layout != "padded":
             return load
         return Load(load.pieces, lambda: Content(pad(load.content().values, lengths), lengths))
 
-    def _find(self, form: Form, runs: list[Run]) -> list[Stretch]:
-        """Where the runs lie; all of a step's rows are asked for before the first is waited for.
+    def _find(self, form: Form, runs: list[Run]) -> list[Span]:
+        """Where the runs lie. If they are several, all are asked for before the first is waited for.
 
         Cold and shuffled that takes a third less time; rows that follow each other the kernel reads ahead by itself.
         """
-        stretches, size = [], form.item_bytes["data"]
+        spans, size = [], form.item_bytes["data"]
         for run in runs:
             number = self.number(run.shard, form)
             with self.blobs.open(number) as file:
-                first, last, lengths = run.first, run.first + run.rows, _NO_LENGTHS
+                first, end, lengths = run.first, run.first + run.rows, None
                 if file.offsets is not None:
-                    bounds = file.offsets[first : last + 1]
-                    first, last, lengths = int(bounds[0]), int(bounds[-1]), np.diff(bounds)
-                stretches.append(Stretch(number, file.header, first, last - first, lengths))
+                    bounds = file.offsets[first : end + 1]
+                    first, end, lengths = int(bounds[0]), int(bounds[-1]), np.diff(bounds)
+                spans.append(Span(number, file.header, first, end - first, lengths))
                 if len(runs) > 1:
                     start = file.data.start + first * size
-                    os.posix_fadvise(file.fd, start, (last - first) * size, os.POSIX_FADV_WILLNEED)
-        return stretches
+                    os.posix_fadvise(file.fd, start, (end - first) * size, os.POSIX_FADV_WILLNEED)
+        return spans
 
-    def _packed(self, form: Form, stretches: list[Stretch], lengths: Lengths | None, out: Buffers | None) -> Load:
-        """Items of all stretches end to end."""
-        items = sum(stretch.items for stretch in stretches)
-        pieces, tensors = [], []
+    def _packed(self, form: Form, spans: list[Span], lengths: Lengths | None, out: Buffers | None) -> Load:
+        """Items of all spans end to end."""
+        items = sum(span.items for span in spans)
+        pieces, parts = [], []
         for part, size in form.item_bytes.items():
             flat = _memory(out, f"{part} {form.column.name}", items * size)
             view, at = flat.numpy().data, 0
-            for stretch in stretches:
-                end = at + stretch.items * size
-                pieces.append(stretch.piece(part, size, [view[at:end]]))
+            for span in spans:
+                end = at + span.items * size
+                pieces.append(span.piece(part, size, [view[at:end]]))
                 at = end
-            tensors.append(form.tensor(part, flat, items))
-        if len(tensors) == 1:
-            return Load(pieces, lambda: Content(tensors[0], lengths))
-        return Load(pieces, lambda: Content(int8_decode(tensors[0], tensors[1], form.dtype), lengths))
+            parts.append(form.tensor(part, flat, items))
+        return Load(pieces, lambda: Content(form.decoded(parts), lengths))
 
-    def _padded(self, form: Form, stretches: list[Stretch], lengths: Lengths, out: Buffers | None) -> Load:
+    def _padded(self, form: Form, spans: list[Span], lengths: Lengths, out: Buffers | None) -> Load:
         """Rows ``[N, T, …]``: the kernel scatters a run to its padded places; only the padding is written here."""
         size, longest = form.item_bytes["data"], int(lengths.max(initial=0))
         stride = longest * size
         flat = _memory(out, f"padded {form.column.name}", len(lengths) * stride)
         array = flat.numpy()
-        view, ends = array.data, (np.arange(len(lengths)) * stride + lengths * size).tolist()
+        ends = (np.arange(len(lengths)) * stride + lengths * size).tolist()
         for row, end in enumerate(ends):
             array[end : (row + 1) * stride] = 0
-        pieces, row = [], 0
-        for stretch in stretches:
-            after = row + len(stretch.lengths)
-            pieces.append(stretch.piece("data", size, [view[at * stride : ends[at]] for at in range(row, after)]))
-            row = after
+        rows = [array.data[row * stride : end] for row, end in enumerate(ends)]
+        pieces, at = [], 0
+        for span in spans:
+            assert span.lengths is not None
+            after = at + len(span.lengths)
+            pieces.append(span.piece("data", size, rows[at:after]))
+            at = after
         values = form.tensor("data", flat, len(lengths), longest)
         return Load(pieces, lambda: Content(values, lengths))
 
@@ -275,15 +305,15 @@ class Table:
         """
         count = len(places)
         breaks = np.flatnonzero((np.diff(places) != 1) | (np.diff(shards) != 0)) + 1
-        starts = np.concatenate([np.zeros(1, np.int64), breaks])[: count or 0]
+        starts = np.concatenate([np.zeros(1, np.int64), breaks])[:count]
         counts = np.diff(np.concatenate([starts, [count]]))
         columns = (each.tolist() for each in (shards[starts], places[starts], counts, starts))
         runs = [Run(*each) for each in zip(*columns, strict=True)]
         stride = 1 if form.column.ragged else form.column.shape[0] or 1
         self.blobs.require(self.number(run.shard, form) for run in runs)
-        tensors = []
-        for part in form.parts:
-            size = form.item_bytes[part] // stride
+        parts = []
+        for part, item_bytes in form.item_bytes.items():
+            size = item_bytes // stride
             shape = form.item_shape[part] if form.column.ragged else form.item_shape[part][1:]
             flat = torch.empty(count * size, dtype=torch.uint8)
             view = flat.numpy().data
@@ -292,8 +322,8 @@ class Table:
                     start = file.header.tensor(part).start + run.first * size
                     into = view[run.at * size : (run.at + run.rows) * size]
                     self.blobs.read(file, start, [into], run.rows * size)
-            tensors.append(flat.view(form.dtypes[part]).view(count, *shape))
-        return tensors[0] if len(tensors) == 1 else int8_decode(tensors[0], tensors[1], form.dtype)
+            parts.append(flat.view(form.dtypes[part]).view(count, *shape))
+        return form.decoded(parts)
 
     def constant(self, number: int) -> Tensor:
         """A blob without a row axis."""
