@@ -65,6 +65,17 @@ def test_nothing_missing_means_no_teacher_and_no_new_record(tmp_path, store):
     assert len(store.refs.log("cache")) == 1
 
 
+def test_a_further_name_for_what_is_there_does_not_change_what_building_it_took(tmp_path, store):
+    path, _ = make_project(tmp_path / "p")
+    first = build(store, path)
+    took = store.record_of(first.snapshot).fields["durations"]
+    again = build(store, path, ref="paper")
+    assert again.snapshot == first.snapshot
+    records = [store.record(store.refs.log(name)[-1].record) for name in ("cache", "paper")]
+    assert records[0] != records[1]
+    assert [record.fields["durations"] for record in records] == [took, took]
+
+
 def test_a_no_op_reads_no_byte_of_a_blob(tmp_path, store):
     path, _ = make_project(tmp_path / "p")
     first = build(store, path)
