@@ -30,7 +30,7 @@ class Ordered(Protocol):
 
 
 class Sampler(BatchSampler):
-    """Lists of row numbers, one for each step of this rank: for `DataLoader(batch_sampler=…)`, or to loop over.
+    """Lists of row numbers, one for each step of this rank: for `DataLoader(sampler=…, batch_size=None)`, or to loop over.
 
     The rows of a step are a function of (seed, epoch, data digest) and of the batch's size; not of columns, workers or
     prefetch. An epoch has every row once. Each pass is the next epoch; `set_epoch` says which. Iteration may be broken
