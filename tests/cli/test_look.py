@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-from made import RECIPE, blob_of, publish
+from dataclasses import replace
 
-from zgstore.cli.diff import _cell
+import pytest
+from made import COLUMNS, RECIPE, blob_of, publish
+
+from zgstore.cli.diff import _cell, _view_columns
 from zgstore.format.manifest import Column
 
 
@@ -147,6 +149,20 @@ def test_diff_names_the_pins_that_differ(store, zg):
     line = next(line for line in page.splitlines() if line.startswith("capture.boundaries"))
     assert line.split("  ")[1:] == ["only model.layers.0:in, model.layers.1:in", "only model.layers.7:in"]
     assert "added: model.layers.7:in" in page
+
+
+def test_diff_says_how_a_column_is_defined_otherwise(store, zg):
+    publish(store, "other", 3.0, columns=tuple(replace(column, codec="int8", dtype="BF16") for column in COLUMNS))
+    names = [column.name for column in COLUMNS]
+    changes = [{"field": "dtype", "a": "F32", "b": "BF16"}, {"field": "codec", "a": "raw", "b": "int8"}]
+    assert zg("diff", "main", "other", "--json").json["definitions"] == dict.fromkeys(names, changes)
+    assert f"changed: {', '.join(names)} (dtype F32 → BF16, codec raw → int8)\n" in zg("diff", "main", "other").out
+
+
+def test_diff_writes_shapes_as_show_does():
+    changes = {"x": [{"field": "shape", "a": [3, 8], "b": [None, 8]}]}
+    value = {"columns": {"added": [], "removed": [], "changed": ["x", "y"]}, "definitions": changes}
+    assert [line.text for line in _view_columns(value)] == ["changed: x (shape 3×8 → …×8)", "changed: y"]
 
 
 def test_diff_shows_a_list_of_which_only_the_order_differs_whole():

@@ -66,6 +66,7 @@ def test_another_teacher_changes_the_columns_and_no_context(store):
     small.publish(store, {**two(50), IDS: ids}, ref="b", teacher="b")
     found = diff(store, "a", "b")
     assert found.columns.changed == ("h.0", "h.1")
+    assert found.definitions == {}
     assert found.columns.same == ("input_ids",)
     assert found.shards == Counts(added=0, removed=0, changed=3, same=0)
     assert found.bytes.shared > 0
@@ -100,7 +101,10 @@ def test_a_column_of_another_definition_is_changed(store):
     wide = {H0: full[H0], dataclasses.replace(H1, dtype="F32"): [tensor.float() for tensor in full[H1]]}
     small.publish(store, full, ref="a")
     small.publish(store, wide, ref="b")
-    assert diff(store, "a", "b").columns.changed == ("h.1",)
+    found = diff(store, "a", "b")
+    assert found.columns.changed == ("h.1",)
+    assert found.definitions == {"h.1": (Change("dtype", "BF16", "F32"),)}
+    assert found.as_json()["definitions"] == {"h.1": [{"field": "dtype", "a": "BF16", "b": "F32"}]}
 
 
 def test_shards_are_aligned_by_their_inputs_then_by_place(store):

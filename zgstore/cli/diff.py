@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from zgstore.cli.arguments import Rev
 from zgstore.cli.console import Answer, Block, Facts, Line, Rows
 from zgstore.cli.session import session_of
-from zgstore.cli.units import listing, see_count, short, size_text
+from zgstore.cli.units import listing, see_count, shape_text, short, size_text
 from zgstore.errors import Invalid
 from zgstore.upkeep import differ
 
@@ -65,9 +66,7 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
         ],
         right=(1, 2, 3, 4),
     )
-    for kind in ("added", "removed", "changed"):
-        if names := value["columns"][kind]:
-            yield Line(f"{kind}: {listing(names)}")
+    yield from _view_columns(value)
     sizes = value["bytes"]
     yield Line("")
     yield Facts([(name, size_text(sizes[key])) for name, key in _SIZES])
@@ -75,6 +74,22 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
 
 
 _SIZES = (("shared", "shared"), ("only in a", "only_a"), ("only in b", "only_b"))
+
+
+def _view_columns(value: dict[str, Any]) -> Iterator[Block]:
+    for kind in ("added", "removed"):
+        if names := value["columns"][kind]:
+            yield Line(f"{kind}: {listing(names)}")
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for name in value["columns"]["changed"]:
+        alike[", ".join(map(_redefined, value["definitions"].get(name, ())))].append(name)
+    for how, names in alike.items():
+        yield Line(f"changed: {listing(names)}{f' ({how})' if how else ''}")
+
+
+def _redefined(change: dict[str, Any]) -> str:
+    a, b = (shape_text(each) if change["field"] == "shape" else each for each in (change["a"], change["b"]))
+    return f"{change['field']} {a} → {b}"
 
 
 def _view_values(value: dict[str, Any]) -> Iterator[Block]:

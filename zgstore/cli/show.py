@@ -10,7 +10,7 @@ import typer
 from zgstore.cli.arguments import Rev, complete_recipe
 from zgstore.cli.console import Answer, Block, Facts, Line, Rows, plain
 from zgstore.cli.session import session_of
-from zgstore.cli.units import plural, short, size_text, time_text
+from zgstore.cli.units import plural, shape_text, short, size_text, time_text
 from zgstore.errors import Invalid
 from zgstore.upkeep import inspector
 
@@ -76,7 +76,7 @@ def _dropped(value: dict[str, int]) -> str | None:
 
 
 def _column_cells(column: dict[str, Any]) -> tuple[object, ...]:
-    shape = "×".join("…" if size is None else str(size) for size in column["shape"]) or "scalar"
+    shape = shape_text(column["shape"])
     statistics = column["statistics"]
     extremes = [abs(statistics[name]) for name in ("min", "max") if isinstance(statistics.get(name), int | float)]
     rms, error = statistics.get("rms"), statistics.get("error")

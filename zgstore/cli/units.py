@@ -76,6 +76,11 @@ def size_text(count: float) -> str:
     return f"{value:.{0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2}f} {_STEPS[step]}"
 
 
+def shape_text(shape: Sequence[int | None]) -> str:
+    """``…×768``: the ragged axis is the one whose size is not known."""
+    return "×".join("…" if size is None else str(size) for size in shape) or "scalar"
+
+
 def duration_text(seconds: float) -> str:
     """``0.42 s``, ``42 s``, ``3 m 05 s``, ``2 h 10 m``, ``5 d 03 h``."""
     if seconds < 10:

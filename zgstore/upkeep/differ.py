@@ -92,6 +92,8 @@ class Diff:
         pins: Fields of teacher, data and capture that differ.
         head: Further fields of the snapshots that differ: cut, samples, dropped.
         columns: A common column is changed where its definition or an aligned shard's blob is.
+        definitions: Of each column that is changed by its definition, what that says otherwise: role, dtype, codec,
+            shape.
         constants: Likewise.
         shards: Shards are aligned by their inputs, else by their place; a shard is the same where its inputs and the
             blobs of all common columns are.
@@ -106,6 +108,7 @@ class Diff:
     pins: tuple[Change, ...]
     head: tuple[Change, ...]
     columns: Names
+    definitions: Mapping[str, tuple[Change, ...]]
     constants: Names
     shards: Counts
     bytes: Shares
@@ -127,6 +130,7 @@ class Diff:
             "pins": [change.as_json() for change in self.pins],
             "head": [change.as_json() for change in self.head],
             "columns": self.columns.as_json(),
+            "definitions": {name: [each.as_json() for each in said] for name, said in self.definitions.items()},
             "constants": self.constants.as_json(),
             "shards": self.shards.as_json(),
             "bytes": self.bytes.as_json(),
@@ -163,12 +167,14 @@ def diff(
     digests = tuple(rev if isinstance(rev, Digest) else store.resolve(rev) for rev in (a, b))
     sides = (_Side(digests[0], store.snapshot(digests[0])), _Side(digests[1], store.snapshot(digests[1])))
     joined = join(store, sides[0].snapshot, sides[1].snapshot)
+    definitions = _definitions(*sides)
     structure = Diff(
         a=digests[0],
         b=digests[1],
         pins=_pins(*sides),
         head=_head(*sides),
-        columns=_columns(*sides, joined.unequal),
+        columns=_columns(*sides, joined.unequal | definitions.keys()),
+        definitions=definitions,
         constants=_constants(*sides),
         shards=Counts(joined.added, joined.removed, joined.changed, joined.same),
         bytes=Shares(joined.shared_bytes, joined.only_a_bytes, joined.only_b_bytes),
@@ -191,15 +197,24 @@ class _Side:
     snapshot: Snapshot
 
 
-def _columns(a: _Side, b: _Side, unequal: frozenset[str]) -> Names:
+def _columns(a: _Side, b: _Side, unequal: Collection[str]) -> Names:
     names_a, names_b = ([column.name for column in side.snapshot.columns] for side in (a, b))
-    redefined = {name for name in names_a if name in names_b and _definition(a, name) != _definition(b, name)}
-    return _names(names_a, names_b, unequal | redefined)
+    return _names(names_a, names_b, unequal)
 
 
-def _definition(side: _Side, name: str) -> dict[str, Any]:
-    # A column's depth says where it stands among those kept: another boundary beside it does not change it.
-    return {**side.snapshot.column(name)[1].as_value(), "depth": None}
+# A column's depth says where it stands among those kept: another boundary beside it does not change it.
+_DEFINITION: Final = ("role", "dtype", "codec", "shape")
+
+
+def _definitions(a: _Side, b: _Side) -> dict[str, tuple[Change, ...]]:
+    """What the two say otherwise of the columns that both have."""
+    of_b = {column.name: column.as_value() for column in b.snapshot.columns}
+    pairs = [(column.as_value(), of_b[column.name]) for column in a.snapshot.columns if column.name in of_b]
+    found = {
+        one["name"]: tuple(Change(name, one[name], other[name]) for name in _DEFINITION if one[name] != other[name])
+        for one, other in pairs
+    }
+    return {name: changes for name, changes in found.items() if changes}
 
 
 def _names(a: Iterable[str], b: Iterable[str], unequal: Collection[str]) -> Names:
