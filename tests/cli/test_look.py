@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 from dataclasses import replace
 
 import pytest
 from made import COLUMNS, RECIPE, blob_of, publish
 
 from zgstore.cli.diff import _cell, _view_columns
+from zgstore.cli.units import time_text
 from zgstore.format.manifest import Column
 
 
@@ -23,8 +26,25 @@ def test_ls_lists_refs_and_tags_with_full_digests(store, zg):
 
 def test_ls_of_an_empty_store_says_what_to_do(zg):
     assert zg("init", "--json").json["created"] is True
-    assert zg("ls", "--json").json == {"ok": True, "refs": []}
+    assert zg("ls", "--json").json == {"ok": True, "refs": [], "holds": []}
     assert "zgstore build" in zg("ls").out
+
+
+def test_who_holds_since_when_and_why_is_told_wherever_the_snapshot_is_shown(store, zg):
+    assert zg("hold", "paper", "v1", "--reason", "for table 3").code == 0
+    digest, user = store.resolve("v1"), pwd.getpwuid(os.getuid()).pw_name
+    (hold,) = zg("ls", "--json").json["holds"]
+    assert (hold["name"], hold["snapshot"], hold["user"], hold["reason"]) == ("paper", str(digest), user, "for table 3")
+    text = f"by {user} since {time_text(store.refs.get_hold('paper').time_seconds)}: for table 3"
+    assert zg("ls").out.endswith(f"\n\nholds\n  paper  {digest.short} {text}\n")
+    assert zg("show", "v1", "--json").json["holds"] == [hold]
+    page = zg("show", "v1").out.splitlines()
+    assert [line.split(maxsplit=1) for line in page if line.startswith(("names", "held"))] == [
+        ["names", "v1"], ["held", f"paper, {text}"]
+    ]  # fmt: skip
+    assert zg("show", "main", "--json").json["holds"] == []
+    assert zg("why", digest.short, "--json").json["holds"] == [hold]
+    assert f"hold paper {text}\n" in zg("why", digest.short).out
 
 
 def test_ls_lists_a_name_whose_snapshot_cannot_be_read(store, zg):

@@ -30,6 +30,10 @@ def test_a_duration_that_nobody_lives_to_see_is_refused(text):
         units.parse_duration(text)
 
 
+def test_a_hold_without_a_reason_has_none_to_tell():
+    assert units.hold_text({"user": "ada", "time_seconds": None, "reason": ""}) == "by ada"
+
+
 def test_a_count_is_some_and_no_more_than_there_can_be():
     units.see_count(None, "rows", "--limit")
     units.see_count(1, "rows", "--limit")

@@ -10,7 +10,7 @@ import typer
 from zgstore.cli.arguments import Rev, complete_recipe
 from zgstore.cli.console import Answer, Block, Facts, Line, Rows, plain
 from zgstore.cli.session import session_of
-from zgstore.cli.units import plural, shape_text, short, size_text, time_text
+from zgstore.cli.units import hold_text, plural, shape_text, short, size_text, time_text
 from zgstore.errors import Invalid
 from zgstore.upkeep import inspector
 
@@ -50,7 +50,8 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
             ("snapshot", short(value["snapshot"])),
             ("recipe", short(value["recipe"]) or None),
             ("pins", short(value["pins"])),
-            ("names", ", ".join(value["names"]) or None),
+            ("names", ", ".join(name for name in value["names"] if not name.startswith("hold ")) or None),
+            *(("held", f"{hold['name']}, {hold_text(hold)}") for hold in value["holds"]),
             ("samples", value["samples"]),
             ("dropped", _dropped(value["dropped"])),
             ("size", f"{size_text(value['bytes'])} in {plural(value['shards'], 'shard')}"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from zgstore.errors import Invalid
 from zgstore.format.digest import SHORT_DIGITS
@@ -101,6 +101,12 @@ def time_text(seconds: float | None) -> str:
         return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     except (ValueError, OverflowError, OSError):
         return ""
+
+
+def hold_text(hold: Mapping[str, Any]) -> str:
+    """``by ada since 2026-01-31 12:00: for table 3``: who holds, since when, and why if they said."""
+    since = time_text(hold["time_seconds"])
+    return f"by {hold['user']}{f' since {since}' if since else ''}{f': {reason}' if (reason := hold['reason']) else ''}"
 
 
 def short(digest: object) -> str:

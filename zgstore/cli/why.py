@@ -9,7 +9,7 @@ import typer
 
 from zgstore.cli.console import Answer, Block, Line
 from zgstore.cli.session import session_of
-from zgstore.cli.units import short
+from zgstore.cli.units import hold_text, short
 from zgstore.upkeep import accounts
 
 
@@ -35,6 +35,7 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
         yield Line(_PLACES[value["place"]])
     elif not value["chains"]:
         yield Line(f"nothing keeps {short(value['object'])}: `zgstore gc` takes it once it is old enough")
+    holds = {hold["name"]: hold_text(hold) for hold in value["holds"]}
     for at, chain in enumerate(value["chains"]):
         if at:
             yield Line("")
@@ -42,4 +43,5 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
             digest = short(link["digest"])
             name = "" if link["name"] == digest else link["name"]
             kind = _KINDS.get(link["kind"], link["kind"])
-            yield Line("  " * depth + " ".join(part for part in (kind, name, digest) if part))
+            said = holds.get(link["name"]) if link["kind"] == "hold" else None
+            yield Line("  " * depth + " ".join(part for part in (kind, name, digest, said) if part))

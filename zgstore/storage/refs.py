@@ -88,12 +88,13 @@ class History(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A digest that is kept until somebody says otherwise."""
+    """A digest that is kept until somebody says otherwise; whose file says so, and since when."""
 
     name: str
     snapshot: Digest
     reason: str
     time_seconds: float
+    uid: int
 
 
 class Refs:
@@ -410,7 +411,8 @@ class Refs:
             if text is not None:
                 first, _, reason = text.partition("\n")
                 path = self.root / "holds" / name
-                return Hold(name, parse_digest(first, path), reason.strip(), path.lstat().st_mtime)
+                stat = path.lstat()
+                return Hold(name, parse_digest(first, path), reason.strip(), stat.st_mtime, stat.st_uid)
         return None
 
     def hold(self, name: str, digest: Digest, reason: str = "") -> None:

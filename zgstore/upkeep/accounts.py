@@ -13,6 +13,7 @@ from zgstore.format.pages import RowsRoot
 from zgstore.storage.objects import FAMILIES
 from zgstore.storage.store import Store
 from zgstore.upkeep.digestsets import DigestSet, chosen, singles, total
+from zgstore.upkeep.inspector import HoldFacts, holds
 from zgstore.upkeep.reachability import (
     Reach,
     Retention,
@@ -41,17 +42,20 @@ class Why:
         digest: The object.
         place: ``objects``, ``meta``, ``trash`` or ``absent``.
         chains: From a root down to the object, one for each root that reaches it.
+        holds: Of those roots the holds, each with who gave it, when and why.
     """
 
     digest: Digest
     place: str
     chains: tuple[tuple[Link, ...], ...]
+    holds: tuple[HoldFacts, ...]
 
     def as_json(self) -> dict[str, Any]:
         return {
             "object": str(self.digest),
             "place": self.place,
             "chains": [[link._asdict() for link in chain] for chain in self.chains],
+            "holds": [hold.as_json() for hold in self.holds],
         }
 
 
@@ -88,7 +92,9 @@ def why(store: Store, digest: str | Digest, *, retention: Retention | None = Non
             f"{target.short} is not in this store, and nothing in it refers to it",
             hint="`zgstore ls` and `zgstore show REV` give the digests that are",
         )
-    return Why(target, place, tuple(chains))
+    named = {chain[0].name for chain in chains if chain[0].kind == "hold"}
+    held = [facts for facts in holds(store) if facts.hold.name in named] if named else []
+    return Why(target, place, tuple(chains), tuple(held))
 
 
 def find_object(store: Store, text: str) -> Digest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from zgstore.format.fields import all_u64
 from zgstore.format.manifest import Column, Record, Snapshot
 from zgstore.format.pages import RootPage
 from zgstore.storage import partials
-from zgstore.storage.refs import Ref
+from zgstore.storage.refs import Hold, Ref
 from zgstore.storage.store import Store
 
 
@@ -38,6 +39,7 @@ class Shown:
         recipe: Digest of the recipe it was built from; None where no record says.
         record: The newest record about it; None where there is none.
         names: Refs, tags and holds that name it.
+        holds: The holds, each with who gave it, when and why.
         columns: Each with its bytes and statistics.
         shards: How many.
         masked: Rows stored that readers skip.
@@ -51,6 +53,7 @@ class Shown:
     recipe: Digest | None
     record: Record | None
     names: tuple[str, ...]
+    holds: tuple[HoldFacts, ...]
     columns: tuple[ColumnFacts, ...]
     shards: int
     masked: int
@@ -76,7 +79,25 @@ class Shown:
             "bytes": self.bytes,
             "partial": None if self.here is None else list(self.here),
             "names": list(self.names),
+            "holds": [hold.as_json() for hold in self.holds],
             "record": record_value(self.record),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class HoldFacts:
+    """A hold, and the name of whom its file belongs to."""
+
+    hold: Hold
+    user: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.hold.name,
+            "snapshot": str(self.hold.snapshot),
+            "user": self.user,
+            "time_seconds": self.hold.time_seconds,
+            "reason": self.hold.reason,
         }
 
 
@@ -148,6 +169,7 @@ def show(store: Store, rev: str | Digest) -> Shown:
         recipe=_recipe(record),
         record=record,
         names=names_of(store, digest),
+        holds=tuple(facts for facts in holds(store) if facts.hold.snapshot == digest),
         columns=columns,
         shards=sum(all_u64(root.shards)),
         masked=len(dropped.masked),
@@ -160,6 +182,15 @@ def show(store: Store, rev: str | Digest) -> Shown:
 def listing(store: Store) -> list[RefFacts]:
     """All refs and tags, by name. One whose snapshot cannot be read is listed all the same: ``verify`` tells why."""
     return [_ref_facts(store, ref) for ref in sorted(store.refs.list(), key=lambda ref: (ref.kind, ref.name))]
+
+
+def holds(store: Store) -> list[HoldFacts]:
+    """All holds, by name.
+
+    Raises:
+        Corrupt: if one is torn.
+    """
+    return [HoldFacts(hold, _user(hold.uid)) for hold in store.refs.holds()]
 
 
 def log(store: Store, name: str | None = None) -> list[Move]:
@@ -190,6 +221,14 @@ def record_value(record: Record | None) -> dict[str, Any] | None:
         return None
     fields = {name: value for name, value in record.fields.items() if name not in {"statistics", "keys"}}
     return {"time_seconds": record.time_seconds, **fields}
+
+
+def _user(uid: int) -> str:
+    """The user's name; the number where this host knows none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def _moves(store: Store, name: str) -> list[Move]:
