@@ -10,6 +10,7 @@ from made import COLUMNS, blob_of, flip
 
 from zgstore.building.recipe import Recipe
 from zgstore.cli import init as initial
+from zgstore.cli.units import size_text
 from zgstore.storage.store import Store
 
 
@@ -87,6 +88,24 @@ def test_a_part_is_copied_and_said_to_be_one(store, zg, tmp_path):
     assert zg("show", "main", "--store", str(other.path), "--json").json["partial"] == [COLUMNS[0].name]
     assert f"only {COLUMNS[0].name}" in zg("show", "main", "--store", str(other.path)).out
     assert zg("show", "main", "--json").json["partial"] is None
+
+
+def test_of_a_part_what_is_here_is_counted_and_the_rest_is_said_not_to_be(store, zg, tmp_path):
+    other = Store.init(tmp_path / "other")
+    there = ["--store", str(other.path)]
+    assert zg("copy", "main", "--to", str(other.path), "--columns", COLUMNS[0].name).code == 0
+    whole, part = zg("show", "main", "--json").json, zg("show", "main", *there, "--json").json
+    size = whole["columns"][0]["bytes"]
+    assert (whole["bytes_here"], part["bytes"], part["bytes_here"]) == (whole["bytes"], whole["bytes"], size)
+    assert [[column["here"] for column in each["columns"]] for each in (whole, part)] == [[True, True], [True, False]]
+    page = zg("show", "main", *there).out.splitlines()
+    assert f"size      {size_text(size)} here of {size_text(whole['bytes'])} in 2 shards" in page
+    assert [size_text(size) in line for line in page[-2:]] == [True, False]
+    assert page[-1].endswith("not here")
+    (ref,) = zg("ls", *there, "--json").json["refs"]
+    assert (ref["partial"], ref["bytes"], ref["bytes_here"]) == ([COLUMNS[0].name], whole["bytes"], size)
+    row = zg("ls", *there).out.splitlines()[1].split()
+    assert row == ["main", "partial", "ref", store.resolve("main").short, "8", "1", "of", "2", *size_text(size).split()]
 
 
 @pytest.mark.parametrize(

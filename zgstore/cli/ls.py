@@ -38,12 +38,21 @@ def _refs(refs: Sequence[dict[str, Any]]) -> Rows:
         ("NAME", "KIND", "SNAPSHOT", "SAMPLES", "COLUMNS", "SIZE"),
         [
             (
-                ref["name"], "tag" if ref["kind"] == "tag" else "ref", short(ref["snapshot"]),
+                ref["name"], _kind(ref), short(ref["snapshot"]),
                 "?" if ref["samples"] is None else ref["samples"],
-                "?" if ref["columns"] is None else ref["columns"],
-                "unreadable" if ref["bytes"] is None else size_text(ref["bytes"]),
+                "?" if ref["columns"] is None else _columns(ref),
+                "unreadable" if ref["bytes"] is None else size_text(ref["bytes_here"]),
             )
             for ref in refs
         ],
         right=(3, 4, 5),
     )  # fmt: skip
+
+
+def _kind(ref: dict[str, Any]) -> str:
+    kind = "tag" if ref["kind"] == "tag" else "ref"
+    return kind if ref["partial"] is None else f"partial {kind}"
+
+
+def _columns(ref: dict[str, Any]) -> str:
+    return str(ref["columns"]) if ref["partial"] is None else f"{len(ref['partial'])} of {ref['columns']}"

@@ -54,7 +54,7 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
             *(("held", f"{hold['name']}, {hold_text(hold)}") for hold in value["holds"]),
             ("samples", value["samples"]),
             ("dropped", _dropped(value["dropped"])),
-            ("size", f"{size_text(value['bytes'])} in {plural(value['shards'], 'shard')}"),
+            ("size", f"{_size(value)} in {plural(value['shards'], 'shard')}"),
             ("partial", None if here is None else f"only {', '.join(here) or 'no column'}"),
             ("built", _built(record) or None),
         ]
@@ -72,6 +72,11 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
     )
 
 
+def _size(value: dict[str, Any]) -> str:
+    whole = size_text(value["bytes"])
+    return whole if value["partial"] is None else f"{size_text(value['bytes_here'])} here of {whole}"
+
+
 def _dropped(value: dict[str, int]) -> str | None:
     return f"{value['masked']} masked, {value['left_out']} left out" if any(value.values()) else None
 
@@ -82,7 +87,8 @@ def _column_cells(column: dict[str, Any]) -> tuple[object, ...]:
     extremes = [abs(statistics[name]) for name in ("min", "max") if isinstance(statistics.get(name), int | float)]
     rms, error = statistics.get("rms"), statistics.get("error")
     return (
-        column["name"], column["role"], column["dtype"], column["codec"], shape, size_text(column["bytes"]),
+        column["name"], column["role"], column["dtype"], column["codec"], shape,
+        size_text(column["bytes"]) if column["here"] else "not here",
         f"{rms:.3g}" if isinstance(rms, int | float) else "", f"{max(extremes):.3g}" if extremes else "",
         f"{error:.3g}" if isinstance(error, int | float) else "",
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pwd
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +19,23 @@ from zgstore.storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class ColumnFacts:
-    """One column, its bytes in this snapshot, and what was measured of its values when they were captured."""
+    """One column, its bytes in this snapshot, and what was measured of its values when they were captured.
+
+    Of a partial copy ``here`` says whether the column is in it.
+    """
 
     column: Column
     bytes: int
     statistics: Mapping[str, float] = field(default_factory=dict)
+    here: bool = True
 
     def as_json(self) -> dict[str, Any]:
-        return {**self.column.as_value(), "bytes": self.bytes, "statistics": dict(self.statistics)}
+        return {
+            **self.column.as_value(),
+            "bytes": self.bytes,
+            "here": self.here,
+            "statistics": dict(self.statistics),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,7 @@ class Shown:
         masked: Rows stored that readers skip.
         left_out: Rows of the stream that never entered.
         bytes: Of all its blobs, constants too.
+        bytes_here: Of those that this store means to have.
         here: The columns whose blobs this store means to have; None where it means to have all.
     """
 
@@ -59,6 +69,7 @@ class Shown:
     masked: int
     left_out: int
     bytes: int
+    bytes_here: int
     here: tuple[str, ...] | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -77,6 +88,7 @@ class Shown:
             "cut": self.snapshot.cut,
             "shards": self.shards,
             "bytes": self.bytes,
+            "bytes_here": self.bytes_here,
             "partial": None if self.here is None else list(self.here),
             "names": list(self.names),
             "holds": [hold.as_json() for hold in self.holds],
@@ -103,12 +115,23 @@ class HoldFacts:
 
 @dataclass(frozen=True, slots=True)
 class RefFacts:
-    """A ref or a tag and, where its snapshot can be read, what that holds."""
+    """A ref or a tag and, where its snapshot can be read, what that holds.
+
+    Args:
+        ref: Which.
+        samples: Rows that readers see.
+        columns: How many.
+        bytes: Of all its blobs.
+        bytes_here: Of those that this store means to have.
+        here: The columns whose blobs this store means to have; None where it means to have all.
+    """
 
     ref: Ref
-    samples: int | None
-    columns: int | None
-    bytes: int | None
+    samples: int | None = None
+    columns: int | None = None
+    bytes: int | None = None
+    bytes_here: int | None = None
+    here: tuple[str, ...] | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -118,6 +141,8 @@ class RefFacts:
             "samples": self.samples,
             "columns": self.columns,
             "bytes": self.bytes,
+            "bytes_here": self.bytes_here,
+            "partial": None if self.here is None else list(self.here),
         }
 
 
@@ -156,13 +181,10 @@ def show(store: Store, rev: str | Digest) -> Shown:
     snapshot = store.snapshot(digest)
     root = store.root(snapshot)
     record = store.record_of(digest)
-    statistics = _statistics(record)
     dropped = store.dropped(snapshot)
     expected = partials.expected(store.path, digest)
-    columns = tuple(
-        ColumnFacts(column, size, statistics.get(column.name, {}))
-        for column, size in zip(snapshot.columns, _column_bytes(root), strict=True)
-    )
+    columns = _columns(snapshot, root, expected, _statistics(record))
+    size, size_here = _sizes(snapshot, columns)
     return Shown(
         digest=digest,
         snapshot=snapshot,
@@ -174,8 +196,9 @@ def show(store: Store, rev: str | Digest) -> Shown:
         shards=sum(all_u64(root.shards)),
         masked=len(dropped.masked),
         left_out=len(dropped.left_out),
-        bytes=sum(column.bytes for column in columns) + sum(constant.size for constant in snapshot.constants),
-        here=None if expected is None else tuple(each.name for each in snapshot.columns if each.name in expected),
+        bytes=size,
+        bytes_here=size_here,
+        here=_here(columns, expected),
     )
 
 
@@ -249,14 +272,39 @@ def _ref_facts(store: Store, ref: Ref) -> RefFacts:
     try:
         snapshot = store.snapshot(ref.snapshot)
         root = store.root(snapshot)
+        expected = partials.expected(store.path, ref.snapshot)
     except (Missing, Corrupt):
-        return RefFacts(ref, None, None, None)
-    size = sum(_column_bytes(root)) + sum(constant.size for constant in snapshot.constants)
-    return RefFacts(ref, snapshot.samples, len(snapshot.columns), size)
+        return RefFacts(ref)
+    columns = _columns(snapshot, root, expected)
+    return RefFacts(ref, snapshot.samples, len(columns), *_sizes(snapshot, columns), _here(columns, expected))
 
 
-def _column_bytes(root: RootPage) -> list[int]:
-    return [sum(all_u64(packed)) for packed in root.column_bytes]
+def _columns(
+    snapshot: Snapshot,
+    root: RootPage,
+    expected: Collection[str] | None,
+    statistics: Mapping[str, Mapping[str, float]] | None = None,
+) -> tuple[ColumnFacts, ...]:
+    return tuple(
+        ColumnFacts(
+            column,
+            sum(all_u64(packed)),
+            (statistics or {}).get(column.name, {}),
+            here=expected is None or column.name in expected,
+        )
+        for column, packed in zip(snapshot.columns, root.column_bytes, strict=True)
+    )
+
+
+def _sizes(snapshot: Snapshot, columns: Sequence[ColumnFacts]) -> tuple[int, int]:
+    """Bytes of all blobs, and of those that are meant to be here: constants always are."""
+    constants = sum(constant.size for constant in snapshot.constants)
+    here = sum(column.bytes for column in columns if column.here)
+    return constants + sum(column.bytes for column in columns), constants + here
+
+
+def _here(columns: Sequence[ColumnFacts], expected: Collection[str] | None) -> tuple[str, ...] | None:
+    return None if expected is None else tuple(each.column.name for each in columns if each.here)
 
 
 def _recipe(record: Record | None) -> Digest | None:
