@@ -44,6 +44,15 @@ def test_verify_tells_a_flipped_bit_with_what_it_hurts_and_what_mends_it(store, 
     assert str(path) in page.out
 
 
+def test_verify_that_hashed_no_blob_says_how_far_its_word_goes(store, zg):
+    flip(store, blob_of(store, "main").digest)
+    ran = zg("verify", "--quick")
+    assert ran.code == 0
+    assert ran.out.startswith("sound as far as sizes and headers tell, no blob was hashed: ")
+    assert zg("verify", "--quick", "--json").json["quick"] is True
+    assert zg("verify", "--json").json["quick"] is False
+
+
 def test_verify_tells_a_lost_blob_by_21_and_all_problems_at_once(store, zg):
     lost, bad = blob_of(store, "main").digest, blob_of(store, "v1").digest
     store.objects.path(lost, "objects").unlink()
