@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from torch import nn
 
 import zgstore
-from zgtrain.blockreport import CHECKPOINT, LOCK, REPORT, BlockReport, differing, finished, note_of, say_job
+from zgtrain.blockreport import CHECKPOINT, LOCK, REPORT, BlockReport, command, differing, finished, note_of, say_job
 from zgtrain.checkpoint import seed_all
 from zgtrain.devices import device_of
 from zgtrain.files import read_json, write_json
@@ -177,10 +177,11 @@ def train(
 
 @contextmanager
 def _told_apart(job: Job, block: int) -> Iterator[None]:
-    """Where a checkpoint is of another job, say what that one says otherwise."""
+    """Where a checkpoint cannot be gone on with: the command that begins anew, and what its job says otherwise."""
     try:
         yield
-    except zgstore.Refused as error:
+    except zgstore.ZgError as error:
+        error.hint = error.hint.replace("--fresh", f"`{command(job, block, fresh=True)}`")  # a launch has no --fresh
         if error.fields.get("field") == "job" and (what := differing(job, block, str(error.fields["actual"]))):
             error.hint = f"{what}: say it as it was, {error.hint}"
         raise

@@ -41,7 +41,11 @@ def keeper(
     log: Log,
     ranks: Ranks,
 ) -> Callable[[], None]:  # fmt: skip
-    """What saves everything, so that a job that ends there goes on as if it had not; what is not finite it refuses."""
+    """What saves everything, so that a job that ends there goes on as if it had not; what is not finite it refuses.
+
+    Before the first step it saves nothing: there is nothing to lose, and a job that is corrected since its first batch
+    was refused is another job, which would be refused in its turn.
+    """
     read, kept = data.bytes_read, [-1, ""]
 
     def keep() -> None:
@@ -51,7 +55,7 @@ def keeper(
         ledger.bytes_read += data.bytes_read - read
         read = data.bytes_read
         who.update(_place(data))
-        if path is None or kept == [ledger.step, data.snapshot]:
+        if path is None or not ledger.step or kept == [ledger.step, data.snapshot]:
             return
         began = time.perf_counter()
         passing = passing_buffers(block)

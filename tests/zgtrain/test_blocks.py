@@ -146,9 +146,23 @@ def test_another_job_in_the_same_folder_is_refused(tmp_path):
     run(job, block=0)
     with pytest.raises(zgstore.Refused, match="is of job") as caught:
         run(load_job(path, ["train.seed=9"]), block=0)
-    assert "--fresh" in caught.value.hint
+    assert f"begin anew with `zgtrain run {path} --block 0 --fresh`" in caught.value.hint
     with pytest.raises(zgstore.Refused, match="is of targets"):
         run(job, block=0, source="live")
+
+
+def test_a_job_corrected_before_its_first_step_begins_without_being_told_to_begin_anew(tmp_path):
+    path = make_job(tmp_path, ragged=True)
+    built(path)
+    right = path.read_text()
+    path.write_text("\n".join(line for line in right.splitlines() if not line.startswith("forward")))
+    wrong = load_job(path)
+    with pytest.raises(zgstore.Refused, match="padded"):
+        run(wrong, block=0)
+    assert block_status(wrong, 0).state == "to do"
+    path.write_text(right)
+    report = run(load_job(path), block=0)
+    assert report.state_digest == run(load_job(path, ["output=whole"]), block=0).state_digest
 
 
 def test_pins_that_are_not_the_lock_files_are_refused(tmp_path):
