@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 from made import COLUMNS, RECIPE, blob_of, publish
 
-from zgstore.cli.diff import _cell, _view_columns
+from zgstore.cli.console import _lay_out
+from zgstore.cli.diff import _unlike, _view_changes, _view_columns
 from zgstore.cli.units import time_text
 from zgstore.format.manifest import Column
 
@@ -166,8 +167,9 @@ def test_diff_names_the_pins_that_differ(store, zg):
     assert [pin["field"] for pin in found["pins"]] == ["capture.boundaries"]
     assert found["columns"]["added"] == ["model.layers.7:in"]
     page = zg("diff", "main", "other").out
-    line = next(line for line in page.splitlines() if line.startswith("capture.boundaries"))
-    assert line.split("  ")[1:] == ["only model.layers.0:in, model.layers.1:in", "only model.layers.7:in"]
+    assert (
+        "\ncapture.boundaries\n  only in A  model.layers.0:in, model.layers.1:in\n  only in B  model.layers.7:in\n"
+    ) in page
     assert "added: model.layers.7:in" in page
 
 
@@ -185,10 +187,28 @@ def test_diff_writes_shapes_as_show_does():
     assert [line.text for line in _view_columns(value)] == ["changed: x (shape 3×8 → …×8)", "changed: y"]
 
 
-def test_diff_shows_a_list_of_which_only_the_order_differs_whole():
-    assert [_cell(a, b) for a, b in ((["x", "y"], ["y", "x"]), (["x"], ["x", "y"]), (["x", "y"], ["x"]))] == [
-        "x, y", "", "only y"
-    ]  # fmt: skip
+def test_of_two_lists_a_diff_shows_what_only_one_has_or_that_the_order_differs():
+    told = [list(_unlike(a, b)) for a, b in ((["x", "y"], ["y", "x"]), (["x"], ["x", "y"]), (["x", "x"], ["x", False]))]
+    assert told == [
+        [("  in both", "the same, in another order")],
+        [("  only in B", "y")],
+        [("  only in A", "x"), ("  only in B", "no")],
+    ]
+
+
+def test_a_narrow_page_cuts_no_name_out_of_a_list_that_differs():
+    names = [f"model.layers.{at}:in" for at in range(12)]
+    change = {"field": "capture.boundaries", "a": names[:1], "b": names}
+    lines = [text for block in _view_changes("PINS", [change]) for text, _ in _lay_out(block, 80)]
+    assert max(map(len, lines)) <= 80
+    assert " ".join(" ".join(lines).split()).endswith(f"capture.boundaries only in B {', '.join(names[1:])}")
+
+
+def test_a_pin_that_is_no_or_zero_or_no_list_at_all_is_written_in_its_cell():
+    pairs = [(False, True), (0, 1), (None, []), ("x", ["x"])]
+    changes = [{"field": f"capture.{at}", "a": a, "b": b} for at, (a, b) in enumerate(pairs)]
+    _, rows = _view_changes("PINS", changes)
+    assert [row[1:] for row in rows.rows] == [("no", "yes"), ("0", "1"), ("none", "[]"), ("x", "['x']")]
 
 
 def test_du_counts_what_is_own_and_what_is_shared(store, zg):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +11,7 @@ import typer
 from zgstore.cli.arguments import Rev
 from zgstore.cli.console import Answer, Block, Facts, Line, Rows
 from zgstore.cli.session import session_of
-from zgstore.cli.units import listing, see_count, shape_text, short, size_text
+from zgstore.cli.units import listing, see_count, shape_text, short, size_text, value_text
 from zgstore.errors import Invalid
 from zgstore.upkeep import differ
 
@@ -47,16 +47,7 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
     else:
         yield Facts([("a", a), ("b", b), ("why", value["cause"])])
     for title, changes in (("pins", value["pins"]), ("head", value["head"])):
-        if changes:
-            yield Line("")
-            yield Rows(
-                (title.upper(), "A", "B"),
-                [
-                    (change["field"], _cell(change["a"], change["b"]), _cell(change["b"], change["a"]))
-                    for change in changes
-                ],
-                shrink=(1, 2, 0),
-            )
+        yield from _view_changes(title.upper(), changes)
     yield Line("")
     yield Rows(
         ("", "ADDED", "REMOVED", "CHANGED", "SAME"),
@@ -74,6 +65,46 @@ def _view(value: dict[str, Any]) -> Iterator[Block]:
 
 
 _SIZES = (("shared", "shared"), ("only in a", "only_a"), ("only in b", "only_b"))
+
+
+def _view_changes(title: str, changes: Sequence[dict[str, Any]]) -> Iterator[Block]:
+    """A table of single values; lists below it, for a cell would cut them where they differ."""
+    lists = [change for change in changes if _is_of_lists(change["a"], change["b"])]
+    cells = [
+        (change["field"], value_text(change["a"]), value_text(change["b"])) for change in changes if change not in lists
+    ]
+    if cells:
+        yield Line("")
+        yield Rows((title, "A", "B"), cells, shrink=(1, 2, 0))
+    for change in lists:
+        yield Line("")
+        yield Line(change["field"], style="bold")
+        yield Facts(list(_unlike(change["a"] or [], change["b"] or [])))
+
+
+def _is_of_lists(a: Any, b: Any) -> bool:
+    """Whether they are two lists, or one that holds something and nothing."""
+    return all(isinstance(each, list) for each in (a, b) if each is not None) and bool(a or b)
+
+
+def _unlike(a: list[Any], b: list[Any]) -> Iterator[tuple[str, str]]:
+    """What only one of two lists has; or that they differ in their order alone."""
+    only_a, only_b = _without(a, b), _without(b, a)
+    if only_a:
+        yield "  only in A", ", ".join(map(value_text, only_a))
+    if only_b:
+        yield "  only in B", ", ".join(map(value_text, only_b))
+    if not only_a and not only_b:
+        yield "  in both", "the same, in another order"
+
+
+def _without(items: list[Any], others: list[Any]) -> list[Any]:
+    """The items, less one for each of the others."""
+    left = list(items)
+    for other in others:
+        if other in left:
+            left.remove(other)
+    return left
 
 
 def _view_columns(value: dict[str, Any]) -> Iterator[Block]:
@@ -117,14 +148,3 @@ def _count(found: Any) -> int:
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
-
-
-def _cell(value: Any, other: Any) -> str:
-    """One side of a change; of two lists, what only this one has, unless they differ in their order alone."""
-    if value is None:
-        return "none"
-    if not isinstance(value, list):
-        return short(value)
-    own = [item for item in value if item not in other] if isinstance(other, list) else []
-    differ = isinstance(other, list) and sorted(map(str, value)) != sorted(map(str, other))
-    return f"only {', '.join(map(short, own))}" if own else "" if differ else ", ".join(map(short, value))

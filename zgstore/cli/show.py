@@ -10,7 +10,7 @@ import typer
 from zgstore.cli.arguments import Rev, complete_recipe
 from zgstore.cli.console import Answer, Block, Facts, Line, Rows, plain
 from zgstore.cli.session import session_of
-from zgstore.cli.units import hold_text, plural, shape_text, short, size_text, time_text
+from zgstore.cli.units import hold_text, plural, shape_text, short, size_text, time_text, value_text
 from zgstore.errors import Invalid
 from zgstore.upkeep import inspector
 
@@ -108,14 +108,9 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for key, item in sorted(value.items(), key=lambda each: _FIRST.get(each[0], len(_FIRST))):
             yield from _flat(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list):
-        yield path, ", ".join(_leaf(item) for item in value) or "none"
+        yield path, ", ".join(map(value_text, value)) or "none"
     elif value not in ({}, None, ""):
-        yield path, _leaf(value)
-
-
-def _leaf(value: Any) -> str:
-    text = "yes" if value is True else "no" if value is False else str(value)
-    return short(text)
+        yield path, value_text(value)
 
 
 def _view_row(value: dict[str, Any]) -> Iterator[Block]:

@@ -115,6 +115,12 @@ def short(digest: object) -> str:
     return text.removeprefix(_PREFIX)[:SHORT_DIGITS] if text.startswith(_PREFIX) else text
 
 
+def value_text(value: object) -> str:
+    """A pin's single value: a digest cut short, yes or no for what is true or not, none where there is none."""
+    named = {None: "none", True: "yes", False: "no"}
+    return short(named[value] if value is None or isinstance(value, bool) else str(value))
+
+
 def middle(text: str, width: int) -> str:
     """The text in at most ``width`` characters, its middle left out: both ends of a point's name tell it apart."""
     if len(text) <= width:
