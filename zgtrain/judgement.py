@@ -29,6 +29,10 @@ from zgtrain.gates import (
 from zgtrain.measures import Scored, continuation_ce, greedy, labels_of, logits_of, swapped
 
 GENERATED_TOKENS: Final = 64
+_PROMPTS: Final = (
+    "let [evaluate] prompts give mappings: input_ids, one row of at least one id, int64 [T]; perhaps content, a bool "
+    "for each of them, [T]"
+)
 
 Prompt = Mapping[str, Any]
 Progress = Callable[[str], None]
@@ -113,20 +117,25 @@ def judge(
         boundaries: Their names, B + 1.
         capturer: The teacher's boundaries of a batch.
         data: Held-out batches: ``input_ids``; perhaps ``attention_mask``, ``position_ids``, ``labels``, ``content``.
-        prompts: ``input_ids`` ``[T]``; perhaps ``content`` ``[T]``, ``continuation`` (ids), ``text``, ``decode``.
+        prompts: ``input_ids`` ``[T]``, or ``[1, T]``; perhaps ``content`` of the same shape, ``continuation`` (ids),
+            ``text``, ``decode``.
         reports: The blocks' own.
         losses: How many losses of the training were not finite.
         sweep_rows: How many rows boundaries and sweep are measured on.
         say: Told what is being done.
+
+    Raises:
+        zgstore.Invalid: if there are no rows, or no prompts, or one is not a row of ids.
     """
     began = time.perf_counter()
+    if not prompts:
+        raise zgstore.Invalid("there are no prompts", hint="let [evaluate] prompts give at least one")
+    prompts = [_as_row(number, prompt) for number, prompt in enumerate(prompts)]
     say("held-out rows")
     measured = Boundaries(blocks, call, interface)
     held = _held_out(student, teacher, data, measured, names=boundaries, capturer=capturer, sweep_rows=sweep_rows)
     if not held.rows:
         raise zgstore.Invalid("there are no held-out rows", hint="let [evaluate] data give at least one batch")
-    if not prompts:
-        raise zgstore.Invalid("there are no prompts", hint="let [evaluate] prompts give at least one")
     say("generating")
     asked = [prompt["input_ids"] for prompt in prompts]
     said = (greedy(model, asked, tokens=GENERATED_TOKENS) for model in (student, teacher))
@@ -217,6 +226,33 @@ def _context(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ---- generations ----
+
+
+def _as_row(number: int, prompt: Prompt) -> Prompt:
+    """A prompt of rows, ``[T]``, whether it came so or as a batch of one, ``[1, T]``.
+
+    Raises:
+        zgstore.Invalid: for any other shape.
+    """
+    if not isinstance(prompt, Mapping):
+        raise zgstore.Invalid(f"prompt {number} is a {type(prompt).__name__}, and no mapping", hint=_PROMPTS)
+    ids = _row(number, "input_ids", prompt.get("input_ids"))
+    rows = {"input_ids": ids}
+    if "content" in prompt:
+        rows["content"] = _row(number, "content", prompt["content"], length=len(ids))
+    if isinstance(prompt.get("continuation"), Tensor):
+        rows["continuation"] = _row(number, "continuation", prompt["continuation"])
+    return {**prompt, **rows}
+
+
+def _row(number: int, name: str, given: Any, *, length: int | None = None) -> Tensor:
+    row = given[0] if isinstance(given, Tensor) and given.dim() == 2 and len(given) == 1 else given
+    one = isinstance(row, Tensor) and row.dim() == 1 and not row.is_floating_point()
+    if one and 0 < len(row) == (length or len(row)):
+        return row
+    said = f"{list(given.shape)} of {given.dtype}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+    beside = "" if length is None else f", beside {length} ids"
+    raise zgstore.Invalid(f"the {name} of prompt {number} is {said}{beside}", hint=_PROMPTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def judged(llama, *, blocks=None, **more):
     return judge(
         student=causal_lm.assemble(blocks, llama, **ARGS), teacher=teacher, blocks=blocks, call=causal_lm.forward,
         interface=causal_lm.interface(llama), boundaries=NAMES, capturer=zgstore.capture.Capture(teacher, NAMES),
-        data=list(batches()), prompts=prompts(), reports=[report(0), report(1)], **more,
+        **{"data": list(batches()), "prompts": prompts(), "reports": [report(0), report(1)], **more},
     )  # fmt: skip
 
 
@@ -281,6 +281,30 @@ def test_a_broken_student_fails_and_every_gate_still_speaks(llama):
 
 def test_the_sweep_is_measured_on_the_first_rows(llama):
     assert judged(llama, sweep_rows=1).sweep_rows == 3
+
+
+def test_a_prompt_may_be_a_batch_of_one_row_as_tokenizers_give_it(llama):
+    rows = [{**each, "content": each["input_ids"] > 9, "continuation": each["input_ids"][:2]} for each in prompts()]
+    batched = [{name: value[None] for name, value in each.items()} for each in rows]
+    ours, theirs = (judged(llama, prompts=each).as_value() for each in (rows, batched))
+    assert ours | {"seconds": 0} == theirs | {"seconds": 0}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"input_ids": torch.zeros(2, 5, dtype=torch.int64)}, r"input_ids of prompt 0 is \[2, 5\] of torch.int64"),
+        ({"input_ids": torch.zeros(0, dtype=torch.int64)}, r"input_ids of prompt 0 is \[0\]"),
+        ({"input_ids": torch.zeros(5)}, r"\[5\] of torch.float32"),
+        ({"text": "hello"}, "input_ids of prompt 0 is a NoneType"),
+        ({"input_ids": torch.ones(1, 5).long(), "content": torch.ones(4).bool()}, r"\[4\] of torch.bool, beside 5 ids"),
+        ("hello", "prompt 0 is a str"),
+    ],
+)
+def test_a_prompt_of_another_shape_is_refused_by_what_it_is_and_what_is_wanted(llama, given, said):
+    with pytest.raises(zgstore.Invalid, match=said) as caught:
+        judged(llama, prompts=[given])
+    assert "[T]" in caught.value.hint
 
 
 def test_neither_rows_nor_prompts_may_be_missing(llama):
