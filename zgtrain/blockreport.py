@@ -149,17 +149,22 @@ def command(job: Job, block: int | str, *, steps: int | None = None, fresh: bool
         steps: To say with it; default none, of a relay what it was last given, which nothing else knows.
         fresh: To begin anew.
     """
-    path = quote(str(job.path))
+    anew = ["--fresh"] if fresh else []
     if job.relay:
-        words = ["zgtrain relay", path, *([] if fresh else [f"--steps {steps or job.train.steps}"])]
-    else:
-        words = ["zgtrain run", path, f"--block {block}", *([f"--set train.steps={steps}"] if steps else [])]
-    return " ".join([*words, *(["--fresh"] if fresh else [])])
+        return command_of("relay", job, *([] if fresh else [f"--steps {steps or job.train.steps}"]), *anew)
+    longer = [f"--set train.steps={steps}"] if steps else []  # behind what was set: the last one counts
+    return command_of("run", job, f"--block {block}", *longer, *anew)
 
 
 def command_for_all(job: Job) -> str:
     """What trains all blocks that are left."""
-    return command(job, "B") if job.relay else f"zgtrain launch {quote(str(job.path))}"
+    return command(job, "B") if job.relay else command_of("launch", job)
+
+
+def command_of(verb: str, job: Job, *words: str) -> str:
+    """A command about this very job: what was set over its file is said again, since without it is another job."""
+    said = [f"--set {quote(each)}" for each in job.overrides]
+    return " ".join([f"zgtrain {verb}", quote(str(job.path)), *said, *words])
 
 
 # ---- which job it is of ----

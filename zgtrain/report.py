@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import zgstore
-from zgtrain.blockreport import EVALUATION, BlockReport
+from zgtrain.blockreport import EVALUATION, BlockReport, command_of
 from zgtrain.economics import economics, reports_of
 from zgtrain.files import read_json, write_text
 from zgtrain.job import Job
@@ -65,7 +64,7 @@ def gathered(job: Job, others: Sequence[Job] = ()) -> dict[str, Any]:
 
 def _judged(job: Job, reports: Sequence[BlockReport]) -> dict[str, Any]:
     """The evaluation of these very blocks, or why there is none to show."""
-    command = f"zgtrain evaluate {quote(str(job.path))}{' --relay' if job.relay else ''}"
+    command = command_of("evaluate", job, *(["--relay"] if job.relay else []))
     value = read_json(job.output / EVALUATION, {"blocks": list}, remedy=f"evaluate again: `{command}`")
     if value is not None and value["blocks"] == [each.state_digest for each in reports]:
         return {"evaluation": value, "not_evaluated": None}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from students import CODE, built, make_job
 
 import zgstore
 from zgtrain.assembler import load_block
-from zgtrain.blockreport import finished, note, read_report
+from zgtrain.blockreport import command, command_for_all, finished, note, read_report
 from zgtrain.blocks import boundaries_of, make_block, open_source, refuse_shared, resolve_snapshot, run
 from zgtrain.checkpoint import load, restore_block, state_digest
 from zgtrain.jobfile import load_job
@@ -146,9 +148,23 @@ def test_another_job_in_the_same_folder_is_refused(tmp_path):
     run(job, block=0)
     with pytest.raises(zgstore.Refused, match="is of job") as caught:
         run(load_job(path, ["train.seed=9"]), block=0)
-    assert f"begin anew with `zgtrain run {path} --block 0 --fresh`" in caught.value.hint
+    assert f"begin anew with `zgtrain run {path} --set train.seed=9 --block 0 --fresh`" in caught.value.hint
     with pytest.raises(zgstore.Refused, match="is of targets"):
         run(job, block=0, source="live")
+
+
+def test_a_command_that_a_hint_gives_makes_the_very_job_that_it_is_about(tmp_path):
+    path = make_job(tmp_path)
+    job = load_job(path, ["output=my runs/a b", "train.loss='smooth-l1'"])
+    said = ["--set", "output=my runs/a b", "--set", "train.loss='smooth-l1'"]
+    assert shlex.split(command_for_all(job)) == ["zgtrain", "launch", str(path), *said]
+    longer = ["--block", "1", "--set", "train.steps=9"]
+    assert shlex.split(command(job, 1, steps=9)) == ["zgtrain", "run", str(path), *said, *longer]
+    relay = ["--steps", "9"]
+    assert shlex.split(command(replace(job, relay=True), 1, steps=9)) == ["zgtrain", "relay", str(path), *said, *relay]
+    again = load_job(path, [word for at, word in enumerate(said) if at % 2])
+    assert again == job
+    assert job.identity() == load_job(path, {"train.loss": "smooth-l1"}).identity() != load_job(path).identity()
 
 
 def test_a_job_corrected_before_its_first_step_begins_without_being_told_to_begin_anew(tmp_path):
