@@ -193,3 +193,12 @@ def test_reindex_throws_the_stamps_away(store, zg):
     assert "index" in zg("reindex").out
     assert store.index.stamps([blob.raw]) == [None]
     assert zg("verify", "--new").code == 0
+
+
+def test_gc_takes_no_grace_without_a_unit(store, zg):
+    publish(store, None, 9.0)
+    for option in ("--grace", "--expire-reflog", "--wait"):
+        ran = zg("gc", option, "3")
+        assert ran.code == 2
+        assert "'3' has no unit" in ran.error
+    assert list(store.objects.trashed()) == []

@@ -23,7 +23,14 @@ def test_what_is_no_duration_is_refused(text):
         units.parse_duration(text)
 
 
-@pytest.mark.parametrize("text", ["5219w", "9" * 400, "9" * 400 + "d"])
+@pytest.mark.parametrize("text", ["3", "0.5", " 10 ", "9" * 400])
+def test_a_number_without_a_unit_is_refused(text):
+    with pytest.raises(Invalid, match="no unit") as caught:
+        units.parse_duration(text)
+    assert "10m" in caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["5219w", "9" * 400 + "d"])
 def test_a_duration_that_nobody_lives_to_see_is_refused(text):
     assert units.parse_duration("5217w") == 5217 * 604800
     with pytest.raises(Invalid, match="longer than a century"):
