@@ -223,7 +223,7 @@ run()
 
 def test_json_is_alone_on_standard_output_whatever_is_printed(store, process):
     ran = process("ls", "--json", code=PRINTS)
-    assert ran.json == {"ok": True, "refs": []}
+    assert ran.json == {"ok": True, "refs": [], "holds": []}
     for text in ("from python", "from a descriptor", "from a child"):
         assert text in ran.err
 
