@@ -84,3 +84,22 @@ def test_pieces_smaller_than_the_tensor_change_nothing(monkeypatch):
     cut = stats(x)
     assert (cut.nonfinite, cut.count, cut.low, cut.high) == (whole.nonfinite, whole.count, whole.low, whole.high)
     assert cut.rms == pytest.approx(whole.rms, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_rows_of_fp8_that_are_not_finite_are_found(dtype):
+    x = torch.ones(3, 4).to(dtype)
+    x.view(torch.uint8)[1, 2] = 0x7F
+    assert stats(x).nonfinite == (1,)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_view_is_seen_as_its_elements(dtype):
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for view in (x[:, 0], x[:, :1], x[:, ::2], x.T, x[0, 0].expand(5), torch._neg_view(x)):
+        assert stats(view) == stats(view.resolve_neg().clone())
+
+
+def test_squares_beyond_fp64_are_infinite_and_say_nothing(recwarn):
+    assert stats(torch.tensor([[1e200]], dtype=torch.float64)).rms == math.inf
+    assert not recwarn.list

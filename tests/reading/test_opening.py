@@ -235,3 +235,6 @@ def test_a_build_that_ended_unpublished_is_said_and_not_waited_for(growing):
         impatient(reader, 5)
     with pytest.raises(NotFound):
         follow(growing.store, "00000000-0000-0000-0000-000000000000")
+    with pytest.raises(NotFound, match="no build 'nonsense' is known") as caught:
+        follow(growing.store, "nonsense")
+    assert "zgstore lease ls --json" in caught.value.hint

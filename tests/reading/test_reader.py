@@ -1,9 +1,15 @@
 """Samples, batches and columns: what comes out is what was put in, in every layout."""
 
+import gc
+import os
 import pickle
+import random
+import signal
 import threading
-from functools import partial
+import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from stored import RAGGED, dense, make_store, ragged
@@ -321,33 +327,101 @@ def test_rows_without_a_sequence_axis_have_no_mask(tmp_path):
         assert reader[3]["y"].item() == 3
 
 
-def test_jobs_of_two_threads_fail_in_their_order_and_an_interrupt_begins_no_more(dense_store):
-    done = []
+def test_an_interrupted_batch_writes_into_no_later_one(tmp_path, monkeypatch):
+    """As in a notebook: a cell is interrupted, and the next one reads on into the same memory."""
+    rows = {name: [torch.full((64, 1024), float(row)) for row in range(16)] for name in ("h.0", "h.1")}
+    reader, out = read(make_store(tmp_path / "s", rows).store, "main"), Buffers()
+    reader.batch(range(16), out=out)
+    real, in_second, go_on = os.preadv, threading.Event(), threading.Event()
 
-    def job(number, error=None):
-        if error is not None:
-            raise error
-        done.append(number)
+    def slow_in_the_second_thread(*args):
+        if threading.current_thread() is threading.main_thread():
+            assert in_second.wait(10)
+        elif not in_second.is_set():
+            in_second.set()
+            threading.Timer(0.1, signal.raise_signal, (signal.SIGINT,)).start()
+            assert go_on.wait(10)
+        return real(*args)
 
+    monkeypatch.setattr(os, "preadv", slow_in_the_second_thread)
+    with pytest.raises(KeyboardInterrupt):
+        reader.batch([0, 1, 2, 3] * 4, out=out)
+    batch = reader.batch([8] * 16, out=out)
+    go_on.set()
+    reader.batch(range(16))  # both threads again: the late one has ended
+    for name in rows:
+        assert torch.equal(batch[name], torch.full((16, 64, 1024), 8.0))
+
+
+def test_interrupts_at_any_moment_leave_the_reader_as_it_was(tmp_path):
+    rows = {name: [torch.full((64, 1024), float(row)) for row in range(16)] for name in ("h.0", "h.1")}
+    reader, out = read(make_store(tmp_path / "s", rows).store, "main"), Buffers()
+    draw, interrupts, ends = random.Random(0), 0, time.monotonic() + 2
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        while time.monotonic() < ends:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 3e-3))
+                reader.batch(draw.choices(range(16), k=16), out=out)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                continue
+            except KeyboardInterrupt:
+                interrupts += 1
+            wanted = draw.choices(range(16), k=16)
+            batch = reader.batch(wanted, out=out)
+            for name in rows:
+                assert batch[name][:, 0, 0].tolist() == wanted
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts > 10
+
+
+def _descriptors():
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+def test_a_failed_batch_keeps_no_descriptor_once_its_reader_is_closed(tmp_path):
+    made = make_store(tmp_path / "s", {"h.0": [torch.randn(300, 1024) for _ in range(8)]}, per_shard=1)
+    blob = next(iter(made.store.shards(made.store.snapshot(made.store.resolve("main"))))).blobs[0]
+    gc.disable()
+    try:
+        before = _descriptors()
+        with read(made.store, "main") as reader:
+            made.store.objects.path(blob.digest, "objects").unlink()
+            with pytest.raises(Missing):
+                reader.batch(range(8))
+        del reader
+        assert _descriptors() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("index", [2**64 - 1, 2**63, -(2**62)])
+def test_no_index_wraps_to_another_row(dense_store, index):
+    kind = np.uint64 if index > 0 else np.int64
     with read(dense_store.store, "main") as reader:
-        blobs = reader._table.blobs
-        with pytest.raises(Missing, match="first"):
-            blobs.run([partial(job, 0), partial(job, 1, Missing("first")), partial(job, 2, Corrupt("second"))])
-        assert done == [0]
-        begun = threading.Event()
-        this_thread = threading.get_ident()
+        for ask in (
+            lambda: reader.batch(np.array([index], kind)),
+            lambda: reader[index],
+            lambda: reader.column("h.0")[index],
+        ):
+            with pytest.raises(IndexError):
+                ask()
 
-        def interrupted(number):
-            if threading.get_ident() != this_thread:  # the other thread stays at its job until this one has left
-                begun.set()
-                assert left.wait(10)
-            else:
-                assert begun.wait(10)
-                threading.Timer(0.1, left.set).start()
-                raise KeyboardInterrupt
-            done.append(number)
 
-        left = threading.Event()
-        with pytest.raises(KeyboardInterrupt):
-            blobs.run([partial(interrupted, number) for number in range(9)])
-        assert len(done) == 2  # the one above, and the one that the other thread was at
+def test_an_empty_row_asks_the_disk_for_nothing(tmp_path, monkeypatch):
+    rows = [torch.randn(3, 8), torch.zeros(0, 8), torch.randn(2, 8), torch.zeros(0, 8)]
+    with read(make_store(tmp_path / "s", {"h.0": rows}, ragged={"h.0"}).store, "main") as reader:
+        asked = []
+        monkeypatch.setattr(os, "posix_fadvise", lambda *args: asked.append(args))
+        reader.batch([3, 1, 0])
+    assert [size for _, _, size, advice in asked if advice == os.POSIX_FADV_WILLNEED] == [3 * 8 * 4]
+
+
+def test_given_rows_are_as_many_as_the_indices(dense_store):
+    with read(dense_store.store, "main") as reader:
+        row = reader[0]["h.0"]
+        with pytest.raises(Invalid, match=r"1 rows are given for column 'h\.0', and 3"):
+            reader.batch([0, 1, 2], given={"h.0": [row]})
+        assert reader.batch([], given={"h.0": []})["h.0"].shape == (0, *row.shape)

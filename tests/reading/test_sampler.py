@@ -164,12 +164,19 @@ def test_a_state_of_other_data_is_refused():
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{}, {"batch_size": 0}, {"batch_size": 1, "token_budget": 1}, {"batch_size": 1, "rank": 1},
-     {"batch_size": 1, "order": "random"}],
-)  # fmt: skip
-def test_what_makes_no_sense_is_refused(arguments):
-    with pytest.raises(Invalid):
+    ("arguments", "said"),
+    [
+        ({}, "needs batch_size or token_budget"),
+        ({"batch_size": 0}, "at least 1"),
+        ({"token_budget": -1}, "at least 1"),
+        ({"batch_size": 1, "token_budget": 5}, "both were given"),
+        ({"batch_size": 0, "token_budget": 0}, "both were given"),
+        ({"batch_size": 1, "rank": 1}, "rank 1 of 1"),
+        ({"batch_size": 1, "order": "random"}, "'random' is no order"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, said):
+    with pytest.raises(Invalid, match=said):
         Sampler(Rows(30), **arguments)
 
 

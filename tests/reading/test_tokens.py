@@ -22,6 +22,11 @@ def test_tokens_of_a_ragged_column_are_its_rows_end_to_end(ragged_store):
         assert torch.equal(torch.stack(tokens.__getitems__(some)), whole[some])
         with pytest.raises(IndexError):
             tokens[len(whole)]
+        with pytest.raises(IndexError):
+            tokens.batch(torch.tensor([2**63], dtype=torch.uint64))
+        for strange in ([0.9, 1.9], torch.tensor([True, False, True])):
+            with pytest.raises(TypeError):
+                tokens.batch(strange)
 
 
 def test_tokens_of_a_padded_column_are_those_that_the_mask_keeps(dense_store):

@@ -79,7 +79,7 @@ def stats(tensor: Tensor, lengths: Tensor | None = None, *, masks: bool = False)
     rows = len(tensor) if lengths is None else len(lengths)
     if not tensor.numel() or not tensor.is_floating_point():
         return Statistics(rows=rows)
-    flat = tensor.detach().cpu().reshape(-1)
+    flat = tensor.detach().cpu().resolve_neg().reshape(-1).contiguous()
     found = Statistics()
     for values in _pieces(flat):
         found += _of(values)
@@ -97,7 +97,9 @@ def _of(values: NDArray[np.floating[Any]]) -> Statistics:
         low, high = float(values.min()), float(values.max())
     if max(-low, high) > _LARGEST:
         values = values.astype(np.float64)
-    return Statistics(count=len(values), square_sum=float(np.dot(values, values)), low=low, high=high)
+    with np.errstate(over="ignore"):  # the square of 1e200 is infinite, and so is the rms
+        square_sum = float(np.dot(values, values))
+    return Statistics(count=len(values), square_sum=square_sum, low=low, high=high)
 
 
 def _pieces(flat: Tensor) -> Iterator[NDArray[np.floating[Any]]]:
@@ -129,9 +131,10 @@ def _pieces_of_bf16(bits: NDArray[np.uint16]) -> Iterator[NDArray[np.float32]]:
 
 
 def _nonfinite_rows(tensor: Tensor, lengths: Tensor | None, *, masks: bool) -> tuple[int, ...]:
-    right = torch.isfinite(tensor)
+    values = tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor  # torch knows too little of fp8
+    right = torch.isfinite(values)
     if masks:
-        right |= (tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor) == -math.inf
+        right |= values == -math.inf
     bad = ~right.reshape(len(tensor), -1).all(1)
     if lengths is None:
         return tuple(torch.nonzero(bad).flatten().tolist())

@@ -10,12 +10,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import stat
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,10 +32,11 @@ from zgstore.format.digest import Digest
 from zgstore.format.manifest import Column
 from zgstore.format.readplan import BlobPlan
 from zgstore.format.tensorfile import as_tensor, check_offsets
+from zgstore.reading.sharing import SecondThread
 from zgstore.storage.files import SETTLE_SECONDS
 from zgstore.storage.hashing import hash_file
 
-MAX_OPEN: Final = 32
+FEWEST_OPEN, MOST_OPEN = 32, 1024
 MAX_VECTORS: Final = 1024  # IOV_MAX
 WAIT_SECONDS: Final = 1.0
 
@@ -70,10 +71,11 @@ class _Here:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
+        self.most_open = _most_open()
         self.lock = threading.Lock()
         self.files: OrderedDict[int, OpenBlob] = OrderedDict()
         self.looked_at: dict[int, Stamp] = {}  # verified here although it is not the file of the plan
-        self.other: ThreadPoolExecutor | None = None  # one thread beside the caller's
+        self.second: SecondThread | None = None
         self.bytes_read = 0
         self.bytes_verified = 0
 
@@ -141,40 +143,15 @@ class Blobs:
         self.run([partial(self._touch, number) for number in todo])
 
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Do the jobs on this thread and one more, each by whoever is free.
-
-        An interrupt ends this at once, but for the job that the other thread is at.
-
-        Raises:
-            What the first job that failed, in their order, raised; after all have ended.
-        """
+        """Do the jobs on this thread and one more. See `SecondThread.share`."""
         if len(jobs) < 2:
             for job in jobs:
                 job()
             return
         here = self.here()
         with here.lock:
-            if here.other is None:
-                here.other = ThreadPoolExecutor(1, thread_name_prefix="zgstore-read")
-        todo, failures = enumerate(jobs), dict[int, Exception]()  # a step of one iterator is one under Python's lock
-
-        def work() -> None:
-            for at, job in todo:
-                try:
-                    job()
-                except Exception as error:  # noqa: BLE001 - raised below
-                    failures[at] = error
-
-        other = here.other.submit(work)
-        try:
-            work()
-        finally:
-            for _ in todo:
-                pass
-            if not other.cancel():  # else it was busy with another batch, and never began with this one
-                other.result()
-        if failures:
-            raise failures[min(failures)]
+            here.second = here.second or SecondThread()
+        here.second.share(jobs)
 
     def verified_here(self) -> list[tuple[BlobPlan, Stamp]]:
         """The blobs that this run verified long enough after their last change, and that are still the plan's files."""
@@ -270,17 +247,26 @@ class Blobs:
         """Close this process's files, for good."""
         self.closed = True
         here, self._here = self._here, None
-        if here is not None and here.pid == os.getpid() and here.other is not None:
-            here.other.shutdown()
+        if here is None or here.pid != os.getpid():
+            return
+        with here.lock:
+            if here.second is not None:
+                here.second.close()
+            while here.files:
+                self._let_go(here)
 
     @staticmethod
     def _retire(here: _Here) -> None:
-        while len(here.files) > MAX_OPEN:
-            _, file = here.files.popitem(last=False)
-            if file.users:
-                file.retired = True  # closed by its last user
-            else:
-                os.close(file.fd)
+        while len(here.files) > here.most_open:
+            Blobs._let_go(here)
+
+    @staticmethod
+    def _let_go(here: _Here) -> None:
+        _, file = here.files.popitem(last=False)
+        if file.users:
+            file.retired = True  # closed by its last user
+        else:
+            os.close(file.fd)
 
     def _open(self, number: int) -> OpenBlob:
         fd = self._open_regular(number)
@@ -396,6 +382,13 @@ class Blobs:
         except OSError as error:
             raise self._unread(file.number, error) from error
         self.here().bytes_read += size
+
+
+def _most_open() -> int:
+    """An eighth of the descriptors that this process may have: others read beside, and a shuffled step needs many."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MOST_OPEN * 8 if allowed == resource.RLIM_INFINITY else allowed
+    return min(max(allowed // 8, FEWEST_OPEN), MOST_OPEN)
 
 
 def stamp_of(entry: os.stat_result) -> Stamp:

@@ -45,6 +45,10 @@ class Buffers:
             held = self._held[key] = torch.empty(size, dtype=torch.uint8, pin_memory=self.pin_memory)
         return held[:size]
 
+    def forget(self) -> None:
+        """Take other memory from now on: somebody may still be filling this."""
+        self._held.clear()
+
     def __getstate__(self) -> dict[str, Any]:
         return {"pin_memory": self.pin_memory, "_held": {}}
 
@@ -119,17 +123,17 @@ def content_of(rows: Sequence[Tensor], column: Column, layout: Layout) -> Conten
     Raises:
         Invalid: if a row is not one of that column.
     """
+    shape, dtype = tuple(size for size in column.shape if size is not None), TORCH_OF[column.dtype]
     for row in rows:
-        known = tuple(row.shape[1:] if column.ragged else row.shape)
-        if known != tuple(size for size in column.shape if size is not None) or row.dtype != TORCH_OF[column.dtype]:
+        if tuple(row.shape[1:] if column.ragged else row.shape) != shape or row.dtype != dtype:
             raise Invalid(
                 f"a row given for column {column.name!r} is {row.dtype} {list(row.shape)}",
                 hint=f"give {column.dtype} {list(column.shape)}, as `reader[i]` does",
             )
     if not column.ragged:
-        return Content(torch.stack(list(rows)))
+        return Content(torch.stack(list(rows)) if len(rows) else torch.empty((0, *shape), dtype=dtype))
     lengths = np.array([len(row) for row in rows], np.int64)
-    packed = torch.cat(list(rows))
+    packed = torch.cat([torch.empty((0, *shape), dtype=dtype), *rows])
     return Content(pad(packed, lengths) if layout == "padded" else packed, lengths)
 
 

@@ -203,8 +203,13 @@ class Reader(Dataset[dict[str, Tensor]]):
         check_layout_name(layout)
         forms = list(self._table.forms.values())
         given = given or {}
-        for name in given:
+        for name, rows in given.items():
             self._form(name)
+            if len(rows) != len(indices):
+                raise Invalid(
+                    f"{len(rows)} rows are given for column {name!r}, and {len(indices)} are asked for",
+                    hint="give one for each index, in their order",
+                )
         read = [form for form in forms if form.column.name not in given]
         contents = self._table.read(read, self._table.runs(indices), layout, out)
         for form in forms:

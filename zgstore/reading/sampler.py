@@ -30,7 +30,9 @@ class Ordered(Protocol):
 
 
 class Sampler(BatchSampler):
-    """Lists of row numbers, one for each step of this rank: for `DataLoader(sampler=…, batch_size=None)`, or to loop over.
+    """Lists of row numbers, one for each step of this rank, to loop over or as ``sampler`` of a DataLoader.
+
+    A DataLoader takes it with ``batch_size=None``: its own collating knows no rows of different lengths.
 
     The rows of a step are a function of (seed, epoch, data digest) and of the batch's size; not of columns, workers or
     prefetch. An epoch has every row once. Each pass is the next epoch; `set_epoch` says which. Iteration may be broken
@@ -69,7 +71,9 @@ class Sampler(BatchSampler):
         world: int = 1,
     ) -> None:
         # The parent's own initialiser wants a sampler of single rows; only its interface is ours.
-        if (batch_size is None) == (token_budget is None) or (batch_size or token_budget or 0) < 1:
+        if batch_size is not None and token_budget is not None:
+            raise Invalid("a sampler takes batch_size or token_budget, and both were given", hint="leave one out")
+        if (batch_size or token_budget or 0) < 1:
             raise Invalid("a sampler needs batch_size or token_budget, at least 1", hint="give one: batch_size=4")
         if order is not None and order not in ORDERS:
             raise Invalid(f"{order!r} is no order", hint=f"one of {', '.join(ORDERS)}")

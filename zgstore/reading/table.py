@@ -184,18 +184,7 @@ class Table:
         return runs
 
     def _stored(self, indices: Indices) -> Rows:
-        rows = np.asarray(indices)
-        if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
-            raise TypeError(
-                f"indices are a list of whole numbers, not {indices!r:.80}; "
-                "a DataLoader whose sampler gives whole batches takes batch_size=None"
-            )
-        rows, size = rows.astype(np.int64), len(self)
-        if len(rows) and (rows.min() < 0 or rows.max() >= size):
-            rows = np.where(rows < 0, rows + size, rows)
-            outside = (rows < 0) | (rows >= size)
-            if outside.any():
-                raise IndexError(f"row {int(np.asarray(indices)[outside][0])} of {size} rows")
+        rows = places_of(indices, len(self), what="row")
         if len(self.skips):
             rows = rows + np.searchsorted(self._skips_visible, rows, side="right")
         return rows
@@ -221,7 +210,12 @@ class Table:
         loads = [self._load(form, runs, layout, out) for form in forms]
         jobs = [partial(self._fetch, load.pieces) for load in loads]
         if sum(piece.size for load in loads for piece in load.pieces) >= PARALLEL_BYTES:
-            self.blobs.run(jobs)
+            try:
+                self.blobs.run(jobs)
+            except BaseException:
+                if out is not None:
+                    out.forget()
+                raise
         else:
             for job in jobs:
                 job()
@@ -259,7 +253,7 @@ class Table:
                     bounds = file.offsets[first : end + 1]
                     first, end, lengths = int(bounds[0]), int(bounds[-1]), np.diff(bounds)
                 spans.append(Span(number, file.header, first, end - first, lengths))
-                if len(runs) > 1:
+                if len(runs) > 1 and end > first:  # no bytes would mean all to the end of the file
                     start = file.data.start + first * size
                     os.posix_fadvise(file.fd, start, (end - first) * size, os.POSIX_FADV_WILLNEED)
         return spans
@@ -357,3 +351,30 @@ class Table:
 
 def _memory(out: Buffers | None, key: str, size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8) if out is None else out.take(key, size)
+
+
+def places_of(indices: Indices, size: int, *, what: str) -> Rows:
+    """Indices, negative ones counted from the end, as places: int64 ``[N]``.
+
+    Args:
+        indices: A list of whole numbers, of any kind.
+        size: How many there are.
+        what: ``row`` or ``token``.
+
+    Raises:
+        IndexError: if there is no such one.
+        TypeError: if they are no list of whole numbers.
+    """
+    given = np.asarray(indices)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise TypeError(
+            f"indices are a list of whole numbers, not {indices!r:.80}; "
+            "a DataLoader whose sampler gives whole batches takes batch_size=None"
+        )
+    if not len(given) or (given.min() >= 0 and given.max() < size):
+        return given.astype(np.int64)
+    outside = (given < -size) | (given >= size)
+    if outside.any():
+        raise IndexError(f"{what} {int(given[outside][0])} of {size} {what}s")
+    places = given.astype(np.int64)
+    return np.where(places < 0, places + size, places)

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from zgstore.errors import Invalid
 from zgstore.reading.layouts import ID, MASK
 from zgstore.reading.order import permutation
-from zgstore.reading.table import Form, Indices, Table
+from zgstore.reading.table import Form, Indices, Table, places_of
 
 # Shuffled tokens: chunks are read whole, windows of them are held and mixed.
 CHUNK_BYTES: Final = 256 << 10
@@ -125,10 +125,7 @@ class TokenView(Dataset[Tensor]):
 
     def batch(self, indices: Indices) -> Tensor:
         """The tokens at ``indices``, in that order: ``[N, …]`` of the column's dtype."""
-        wanted = np.asarray(indices).astype(np.int64)
-        wanted = np.where(wanted < 0, wanted + len(self), wanted)
-        if ((wanted < 0) | (wanted >= len(self))).any():
-            raise IndexError(f"a token outside of {len(self)} tokens")
+        wanted = places_of(indices, len(self), what="token")
         order = np.argsort(wanted, kind="stable")  # tokens that follow each other are one read
         found = self._sorted(wanted[order])
         if (order[1:] > order[:-1]).all():
