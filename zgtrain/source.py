@@ -217,7 +217,10 @@ def following(store: zgstore.Store, build: str, source: str, target: str, *, con
     """
     head = store.memos.build(build)
     if head is None:
-        raise zgstore.NotFound(f"there is no build {build!r}", hint="it was published and collected: read its ref")
+        raise zgstore.NotFound(
+            f"no build {build!r} is known",
+            hint="`zgstore lease ls --json` lists the UUIDs of those that run; one that has ended is read by its ref",
+        )
     pins = zgstore.Pins(**{name: head.head["pins"][name] for name in ("teacher", "data", "capture")})
     names = [*dict.fromkeys((source, target, *context))]
     return Source(FOLLOWING, zgstore.follow(store, build, names), source, target, pins=str(pins.digest()))

@@ -13,7 +13,7 @@ from zgstore.storage import leases
 from zgstore.storage.leases import Lease, Leases
 from zgstore.storage.objects import Objects
 from zgstore.storage.refs import Refs
-from zgstore.storage.session import Session
+from zgstore.storage.session import Session, missing_parts
 from zgstore.upkeep import collector
 
 
@@ -146,6 +146,8 @@ def test_nothing_is_published_that_refers_to_what_is_missing(store, session):
     with pytest.raises(Missing) as caught:
         session.publish(snapshot, ref="main")
     assert caught.value.fields["objects"] == [str(blob.digest)]
+    assert f"refers to 1 object that is missing: {blob.digest.short}" in caught.value.message
+    assert "refers to 2 objects that are missing: " in missing_parts(blob.digest, [blob.digest] * 2).message
     assert store.refs.get("main") is None
     assert store.objects.stat(digest_of("snapshot", snapshot.encode()), "meta") is None
 

@@ -108,7 +108,10 @@ def build_plan(
     """
     grown = grown or store.memos.build(build)
     if grown is None:
-        raise NotFound(f"there is no build {build!r}", hint="it was published and collected: read its ref")
+        raise NotFound(
+            f"no build {build!r} is known",
+            hint="`zgstore lease ls --json` lists the UUIDs of those that run; one that has ended is read by its ref",
+        )
     by_name = {column.name: at for at, column in enumerate(grown.columns)}
     unknown = [name for name in columns or () if name not in by_name]
     if unknown:

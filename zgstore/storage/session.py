@@ -320,8 +320,9 @@ class Session:
 def missing_parts(snapshot: Digest, absent: Sequence[Digest]) -> Missing:
     """The error that a snapshot is not all there."""
     named = ", ".join(digest.short for digest in absent[:_LISTED]) + (", …" if len(absent) > _LISTED else "")
+    are = "1 object that is" if len(absent) == 1 else f"{len(absent)} objects that are"
     return Missing(
-        f"{snapshot.short} refers to {len(absent)} objects that are missing: {named}",
+        f"{snapshot.short} refers to {are} missing: {named}",
         hint="make them anew: `zgstore verify --repair --recipe RECIPE`, or `--from STORE`; or rerun the build",
         object=str(absent[0]),
         objects=[str(digest) for digest in absent],
