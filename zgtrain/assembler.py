@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 import zgstore
-from zgtrain.blockreport import CHECKPOINT, REPORT, BlockReport, behind, command, command_for_all, read_report
+from zgtrain.blockreport import CHECKPOINT, REPORT, BlockReport, behind, command, command_for_all, read_report, shown
 from zgtrain.blocks import boundaries_of, ends_of, make_block, resolve_snapshot
 from zgtrain.checkpoint import load, restore_block, state_digest
 from zgtrain.files import disk_heard, read_json, sync_folder, write_json
@@ -200,8 +200,8 @@ def _see_together(job: Job, reports: Sequence[BlockReport], snapshot: str, names
             by.setdefault(of(report), []).append(block)
         if set(by) <= ({expected} if expected is not None else {next(iter(by), "")}):
             return
-        listed = "; ".join(f"{_listed(blocks)} of {value}" for value, blocks in by.items())
-        wanted = "" if expected is None else f"; the job's is {expected}"
+        listed = "; ".join(f"{_listed(blocks)} of {shown(value)}" for value, blocks in by.items())
+        wanted = "" if expected is None else f"; the job's is {shown(expected)}"
         raise zgstore.Refused(
             f"the blocks are of different {what}: {listed}{wanted}"
             if len(by) > 1

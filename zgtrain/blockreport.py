@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
@@ -168,6 +169,13 @@ def command_of(verb: str, job: Job, *words: str) -> str:
 
 
 # ---- which job it is of ----
+
+
+def shown(value: Any) -> Any:
+    """A digest as the 12 digits that pages show, which may be given back; anything else as it is."""
+    with suppress(TypeError, zgstore.Invalid):
+        return zgstore.Digest.parse(value).short
+    return value
 
 
 def say_job(job: Job, block: int) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import zgstore
-from zgtrain.blockreport import BlockReport, command, command_for_all, read_report
+from zgtrain.blockreport import BlockReport, command, command_for_all, read_report, shown
 from zgtrain.job import BlockLaunch, Job
 from zgtrain.progress import count_blocks
 
@@ -236,7 +236,8 @@ def cache_cost(store: zgstore.Store, snapshot: str) -> CacheCost:
     durations = {} if record is None else record.fields.get("durations", {})
     if record is None or "total" not in durations:
         raise zgstore.NotFound(
-            f"no record says what building {snapshot} took", hint="build it here: `zgstore build RECIPE` keeps one"
+            f"no record says what building {shown(snapshot)} took",
+            hint="build it here: `zgstore build RECIPE` keeps one",
         )
     return CacheCost(float(durations["total"]), int(record.fields.get("devices", 1)))
 
@@ -262,7 +263,7 @@ def reports_of(job: Job, *, whoever: bool = False) -> list[BlockReport]:
         for report in reports:
             if (theirs := getattr(report, field)) != wanted:
                 raise zgstore.Refused(
-                    f"block {report.block} in {job.output} is of {field} {theirs}, and not of {wanted}",
+                    f"block {report.block} in {job.output} is of {field} {shown(theirs)}, and not of {shown(wanted)}",
                     hint="say what it was trained with (--set …), or train it again: "
                     f"`{command(job, report.block or 0, fresh=True)}`",
                     field=field,
@@ -302,8 +303,8 @@ def _see_comparable(jobs: Sequence[Job], read: Sequence[Sequence[BlockReport]]) 
                 theirs, wanted = getattr(report, field), getattr(first, field)
                 if theirs != wanted:
                     raise zgstore.Refused(
-                        f"block {block} of {job.output} is of {field} {theirs}, "
-                        f"and the first of {jobs[0].output} of {wanted}",
+                        f"block {block} of {job.output} is of {field} {shown(theirs)}, "
+                        f"and the first of {jobs[0].output} of {shown(wanted)}",
                         hint="compare jobs of one snapshot and of equal steps",
                         field=field,
                     )

@@ -16,7 +16,7 @@ from torch import nn
 
 import zgstore
 from zgtrain.assembler import load_block
-from zgtrain.blockreport import CHECKPOINT, BlockReport, command, finished, read_report, see_current
+from zgtrain.blockreport import CHECKPOINT, BlockReport, command, finished, read_report, see_current, shown
 from zgtrain.blocks import NOT_READ, boundaries_of, make_block, mending, refuse_shared, resolve_snapshot, train
 from zgtrain.devices import device_of
 from zgtrain.job import Job
@@ -184,9 +184,9 @@ def _left(job: Job, store: zgstore.Store, block: int) -> BlockReport | None:
         if (folder / CHECKPOINT).exists() or newest(folder) is not None:
             why = "is not trained to its end"
     elif report.job != job.identity():
-        why = f"is of job {report.job}"
+        why = f"is of job {shown(report.job)}"
     elif report.snapshot != str(resolve_snapshot(job, store)):
-        why = f"is of snapshot {report.snapshot or 'of a build that was not published'}"
+        why = f"is of snapshot {shown(report.snapshot)}" if report.snapshot else "is of a build that was not published"
     else:
         see_current(job, block, report)
     if why:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zgstore
-from zgtrain.blockreport import note
+from zgtrain.blockreport import note, shown
 from zgtrain.checkpoint import (
     block_state,
     capture_rng,
@@ -140,7 +140,7 @@ def _refuse_others(path: Path, state: Mapping[str, Any], who: Mapping[str, Any])
             theirs, mine = theirs == LIVE, mine == LIVE
         if theirs != mine and not (name in {"snapshot", "pins"} and "" in {theirs, mine}):
             raise zgstore.Refused(
-                f"the checkpoint {path} is of {name} {state.get(name)!r}, and this is {who[name]!r}",
+                f"the checkpoint {path} is of {name} {shown(state.get(name))!r}, and this is {shown(who[name])!r}",
                 hint="train into another output folder, or begin anew with --fresh",
                 field=name,
                 expected=who[name],

@@ -146,8 +146,10 @@ def test_another_job_in_the_same_folder_is_refused(tmp_path):
     path = make_job(tmp_path)
     job, _, _ = built(path)
     run(job, block=0)
-    with pytest.raises(zgstore.Refused, match="is of job") as caught:
-        run(load_job(path, ["train.seed=9"]), block=0)
+    other = load_job(path, ["train.seed=9"])
+    theirs, mine = (zgstore.Digest.parse(each.identity()).short for each in (job, other))
+    with pytest.raises(zgstore.Refused, match=f"is of job '{theirs}', and this is '{mine}'\n") as caught:
+        run(other, block=0)
     assert f"begin anew with `zgtrain run {path} --set train.seed=9 --block 0 --fresh`" in caught.value.hint
     with pytest.raises(zgstore.Refused, match="is of targets"):
         run(job, block=0, source="live")
