@@ -124,6 +124,13 @@ def schedule_of(said: ScheduleSpec | Arguments | str) -> ScheduleSpec:
     return _schedule(_call(schedule=said))
 
 
+def optimizer_of(said: OptimizerSpec | Arguments | str) -> OptimizerSpec:
+    """The same of an optimiser."""
+    if not isinstance(said, OptimizerSpec):
+        return _optimizer(_call(optimizer=said))
+    return replace(_optimizer(_call(optimizer={"name": said.name, **said.options})), function=said.function)
+
+
 def gradient_of(said: GradientSpec | Arguments | str) -> GradientSpec:
     """The same of how a gradient is had."""
     return _gradient(_call(gradient=said))
@@ -184,6 +191,8 @@ def _plain(said: Any) -> Any:
         return {key: each for key, each in asdict(said).items() if each is not None and key != "function"}
     if isinstance(said, Mapping):
         return {key: _plain(each) for key, each in said.items()}
+    if isinstance(said, tuple):  # of betas
+        return list(said)
     return said.item() if hasattr(said, "item") else said
 
 

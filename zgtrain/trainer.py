@@ -25,7 +25,7 @@ from zgtrain.devices import arithmetic, device_of
 from zgtrain.gradient.method import make_method
 from zgtrain.independence import leaving_gradient_bytes
 from zgtrain.job import GradientSpec, LossSpec, OptimizerSpec, ScheduleSpec
-from zgtrain.jobfile import noise_table_of, refuse_settings, schedule_of
+from zgtrain.jobfile import noise_table_of, optimizer_of, refuse_settings, schedule_of
 from zgtrain.ledger import Log
 from zgtrain.noise import LOOKED_AT, Noise, denoising, make_noise, noised, refuse_names
 from zgtrain.objective import BOUNDARY, Objective, anchor_, make_objective, residual_error
@@ -47,7 +47,7 @@ def train_block(
     *,
     source: str = "",
     target: str = "",
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | OptimizerSpec | Mapping[str, Any] | str | None = None,
     steps: int,
     forward: Forward | None = None,
     loss: Any = None,
@@ -83,8 +83,8 @@ def train_block(
         reader: A reader with both columns, or a `Source`.
         source: Column of boundary b; not needed with a `Source`.
         target: Column of boundary b + 1.
-        optimizer: Over all of the block's parameters that require a gradient; default AdamW with a learning rate of
-            1e-4.
+        optimizer: Over all of the block's parameters that require a gradient; or a name, an ``OptimizerSpec``, or the
+            job file's table; default AdamW with a learning rate of 1e-4.
         steps: Optimiser steps, those of a resumed checkpoint among them.
         forward: ``(block, source, context) -> prediction``; default ``block(source)``, which knows no mask.
         loss: A name, a ``LossSpec``, the job file's table, or ``(prediction, target, context) -> each token's loss``.
@@ -132,7 +132,7 @@ def train_block(
     objective = make_objective(loss, None if interface is None else interface.to(place), boundary=data.target,
                                weighted=noise is not None and noise.sigma_data is not None)  # fmt: skip
     parameters = _trained(block)
-    optimizer = _over(optimizer or make_optimizer(OptimizerSpec(), parameters), block)
+    optimizer = _over(optimizer, block, parameters)
     refuse_settings(
         steps=steps, seed=seed, batch_size=batch_size, order=order, max_grad_norm=max_grad_norm, precision=precision,
         accumulate=accumulate, deterministic=deterministic, anchor=anchor, validate_every=validate_every,
@@ -368,8 +368,15 @@ def _trained(block: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
-def _over(optimizer: torch.optim.Optimizer, block: nn.Module) -> torch.optim.Optimizer:
+def _over(
+    said: torch.optim.Optimizer | OptimizerSpec | Mapping[str, Any] | str | None, block: nn.Module,
+    parameters: list[nn.Parameter],
+) -> torch.optim.Optimizer:  # fmt: skip
     """The optimizer, seen to step all that gets a gradient: else that would count in the norm, and be clipped for."""
+    if isinstance(said, torch.optim.Optimizer):
+        optimizer = said
+    else:
+        optimizer = make_optimizer(optimizer_of("adamw" if said is None else said), parameters)
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
     trained = {name: each for name, each in block.named_parameters() if each.requires_grad}
     left = [name for name, each in trained.items() if id(each) not in held]

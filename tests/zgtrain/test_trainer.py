@@ -14,7 +14,7 @@ from torch import nn
 
 import zgstore
 import zgtrain
-from zgtrain import GradientSpec, LossSpec, Noise, ScheduleSpec
+from zgtrain import GradientSpec, LossSpec, Noise, OptimizerSpec, ScheduleSpec
 from zgtrain.checkpoint import load, state_digest
 from zgtrain.job import LEAST_OF_MOST
 from zgtrain.trainer import train_block
@@ -405,6 +405,21 @@ def test_a_call_may_say_it_as_a_job_file_does(store):
     as_tables = train(store, schedule={"name": "cosine", "warmup": 2}, loss={"name": "mse"},
                       gradient={"name": "zeroth-order", "probes": 2})  # fmt: skip
     assert as_tables.state_digest == as_specs.state_digest
+
+
+def test_a_call_may_say_its_optimizer_as_a_job_file_does(store):
+    def trained(optimizer):
+        with zgstore.read(store, "main") as reader:
+            return train_block(block_of(), reader, source="h.0", target="h.1", optimizer=optimizer, steps=3, seed=5)
+
+    made = train(store, steps=3, lr=1e-3, batch_size=4).state_digest
+    as_spec = OptimizerSpec("adamw", {"lr": 1e-3, "betas": (0.9, 0.999)})
+    for said in ({"name": "adamw", "lr": 1e-3}, {"lr": np.float64(1e-3)}, as_spec):
+        assert trained(said).state_digest == made
+    assert trained("adamw").state_digest == trained(None).state_digest != made
+    for wrong, named in (({"name": "adam"}, "adam"), ({"lr": -1.0}, "lr"), (torch.optim.AdamW, "optimizer")):
+        with pytest.raises(zgstore.Invalid, match=named):
+            trained(wrong)
 
 
 def test_a_call_may_say_its_noise_as_a_job_file_does_and_its_checkpoint_as_text(store, tmp_path):
