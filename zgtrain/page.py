@@ -22,7 +22,7 @@ margin-top:18px;overflow-x:auto}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(132px,1fr));gap:12px;margin-top:20px}
 .tile{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 14px}
 .tile b{display:block;font-size:19px;font-weight:600;letter-spacing:-.01em}.tile span{color:var(--soft);font-size:13px}
-.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:22px}
+.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(440px,100%),1fr));gap:22px}
 table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 th{font-weight:600;color:var(--soft);text-align:left;font-size:13px}
 th,td{padding:5px 16px 5px 0;border-bottom:1px solid var(--line)}

@@ -148,14 +148,30 @@ def test_a_legend_of_many_names_has_rows_within_the_picture():
     assert top + height == 300
 
 
+def browsed(page, folder, *options):
+    """The document that a browser made of a page."""
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run",
+        f"--user-data-dir={folder}/profile", *options, "--dump-dom", f"file://{page}",
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt install chromium)")
 def test_a_browser_shows_it_whole(page, tmp_path):
     picture = tmp_path / "page.png"
-    command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,1600",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run",
-        f"--user-data-dir={tmp_path}/profile", f"--screenshot={picture}", "--dump-dom", f"file://{page}",
-    ]  # fmt: skip
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
-    assert ran.stdout.count("<svg") == 6  # of the document that the browser made of it
+    assert browsed(page, tmp_path, "--window-size=1200,1600", f"--screenshot={picture}").count("<svg") == 6
     assert picture.stat().st_size > 20_000
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt install chromium)")
+def test_a_narrow_window_cuts_no_plot(page, tmp_path):
+    asked = tmp_path / "asked.html"
+    beyond = (
+        "<script>document.title = [...document.querySelectorAll('svg')].map(each => "
+        "each.getBoundingClientRect().right - each.closest('section').getBoundingClientRect().right).join()</script>"
+    )
+    asked.write_text(page.read_text(encoding="utf-8") + beyond, encoding="utf-8")
+    title = re.search("<title>(.*)</title>", browsed(asked, tmp_path, "--window-size=500,1600"))[1]
+    assert [float(each) < 0 for each in title.split(",")] == [True] * 6
