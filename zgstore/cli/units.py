@@ -17,16 +17,21 @@ _PREFIX: Final = "blake3:"
 _STEPS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def parse_duration(text: str) -> float:
+def parse_duration(text: str, *, bare: bool = False) -> float:
     """Seconds of ``30s``, ``10m``, ``24h``, ``7d``, ``2w`` or ``0``.
 
+    Args:
+        text: What was typed.
+        bare: Whether a number alone is seconds: of what is waited for, not of what is kept; ``gc --grace 3`` is rarely
+            meant so.
+
     Raises:
-        Invalid: for anything else; a number without a unit too, for ``gc --grace 3`` is rarely meant in seconds.
+        Invalid: for anything else.
     """
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None:
         raise Invalid(f"{text!r} is not a duration", hint="write it as 30s, 10m, 24h or 7d")
-    if not match[2] and float(match[1]):
+    if not (match[2] or bare) and float(match[1]):
         raise Invalid(f"{text!r:.40} has no unit", hint="write it as 30s, 10m, 24h or 7d")
     seconds = float(match[1]) * _SECONDS[match[2]]
     if seconds > _CENTURY_SECONDS:

@@ -64,7 +64,7 @@ def everywhere(
         json=json,
         quiet=quiet,
         debug=debug,
-        wait_seconds=parse_duration(wait) if wait else 0.0,
+        wait_seconds=parse_duration(wait, bare=True) if wait else 0.0,
         overrides=tuple(overrides or ()),
     )
     ctx.obj = Session(options, ctx.obj)
