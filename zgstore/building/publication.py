@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import platform as host
-import pwd
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from zgstore.format.digest import Digest, digest_of
 from zgstore.format.manifest import Column, Constant, Record, Snapshot
 from zgstore.format.pages import SHARDS_PER_LEAF, Blob, Dropped, LeafPage, RootPage, RowsPage, RowsRoot, Shard
 from zgstore.storage import partials
+from zgstore.storage.files import user_name
 from zgstore.storage.refs import Expectation
 from zgstore.storage.store import Session, Store
 
@@ -233,7 +233,7 @@ def record_of(
     """Who, when, how long, on what: beside the snapshot, never inside it."""
     fields: dict[str, Any] = {
         "recipe": recipe.raw if recipe else None,
-        "user": _user(),
+        "user": user_name(os.getuid()),
         "host": socket.gethostname(),
         "versions": dict(_versions()),
         "platforms": _platforms(plan),
@@ -252,13 +252,6 @@ def record_of(
 
 def _present(actions: Sequence[Found | None]) -> list[Found]:
     return [action for action in actions if action is not None]
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import functools
 import os
+import pwd
 import stat
 import time
 import uuid
@@ -316,6 +317,14 @@ def on_network(path: Path) -> bool:
     if statfs is None or statfs(os.fsencode(path), buffer) != 0:
         return False
     return int.from_bytes(buffer.raw[:4], "little") in _NETWORK
+
+
+def user_name(uid: int) -> str:
+    """A user's name; the number where this host knows none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def listing(handle: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pwd
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from zgstore.format.fields import all_u64
 from zgstore.format.manifest import Column, Record, Snapshot
 from zgstore.format.pages import RootPage
 from zgstore.storage import partials
+from zgstore.storage.files import user_name
 from zgstore.storage.refs import Hold, Ref
 from zgstore.storage.store import Store
 
@@ -213,7 +213,7 @@ def holds(store: Store) -> list[HoldFacts]:
     Raises:
         Corrupt: if one is torn.
     """
-    return [HoldFacts(hold, _user(hold.uid)) for hold in store.refs.holds()]
+    return [HoldFacts(hold, user_name(hold.uid)) for hold in store.refs.holds()]
 
 
 def log(store: Store, name: str | None = None) -> list[Move]:
@@ -244,14 +244,6 @@ def record_value(record: Record | None) -> dict[str, Any] | None:
         return None
     fields = {name: value for name, value in record.fields.items() if name not in {"statistics", "keys"}}
     return {"time_seconds": record.time_seconds, **fields}
-
-
-def _user(uid: int) -> str:
-    """The user's name; the number where this host knows none."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def _moves(store: Store, name: str) -> list[Move]:
