@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from tests.benchmarks import build, cost, ingest, int8, read, results, reuse, scale, startup
+from tests.benchmarks import build, cost, ingest, int8, read, results, reuse, scale, startup, training
 from tests.benchmarks.measuring import Entry, prefault, settle
 
 
@@ -75,6 +75,11 @@ def run_build(scratch: Path, sizes: Sizes) -> list[Entry]:
     return build.run(scratch, rows=sizes.rows, n=sizes.pairs) if sizes.real else []
 
 
+def run_training(scratch: Path, sizes: Sizes) -> list[Entry]:
+    """A step of anything smaller would say nothing of what a step can hide."""
+    return training.run(scratch, rows=sizes.rows, n=sizes.n) if sizes.real else []
+
+
 def run_cost(scratch: Path, sizes: Sizes) -> list[Entry]:
     """Without the real model, beside teachers of some plausible cost."""
     real = cost.real_seconds_for_gb() if sizes.real else 10.0
@@ -96,6 +101,7 @@ BENCHMARKS: Final[dict[str, Callable[[Path, Sizes], list[Entry] | Found]]] = {
     "cost": run_cost,
     "ingest": lambda scratch, sizes: ingest.run(scratch, shards=shards(sizes), n=sizes.n),
     "read": lambda scratch, sizes: read.run(scratch, shards=shards(sizes), n=sizes.n),
+    "training": run_training,
     "reuse": lambda scratch, sizes: reuse.run(
         scratch, count=sizes.batches, n=sizes.n, length=reuse.LENGTH // sizes.shorter
     ),
