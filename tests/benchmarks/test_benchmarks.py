@@ -25,7 +25,7 @@ def _own_import_path(monkeypatch):
     monkeypatch.setattr(sections, "_directories", [])
 
 
-@pytest.mark.parametrize("name", sorted(set(BENCHMARKS) - {"build"}))
+@pytest.mark.parametrize("name", sorted(set(BENCHMARKS) - {"build", "training"}))
 def test_a_benchmark_runs(name, tmp_path):
     entries, more = measure(name, tmp_path, TINY)
     assert entries
