@@ -339,7 +339,9 @@ def test_an_interrupted_batch_writes_into_no_later_one(tmp_path, monkeypatch):
             assert in_second.wait(10)
         elif not in_second.is_set():
             in_second.set()
-            threading.Timer(0.1, signal.raise_signal, (signal.SIGINT,)).start()
+            # To the main thread, as a terminal's is: one that waits is woken by its own signals alone.
+            kill = (threading.main_thread().ident, signal.SIGINT)
+            threading.Timer(0.1, signal.pthread_kill, kill).start()
             assert go_on.wait(10)
         return real(*args)
 
