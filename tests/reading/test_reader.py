@@ -327,7 +327,19 @@ def test_rows_without_a_sequence_axis_have_no_mask(tmp_path):
         assert reader[3]["y"].item() == 3
 
 
-def test_an_interrupted_batch_writes_into_no_later_one(tmp_path, monkeypatch):
+@pytest.fixture
+def interrupt():
+    """A signal that interrupts as SIGINT does, which a shell has ignored by what it runs in the background.
+
+    Not SIGALRM: a test's own time limit comes by that.
+    """
+    before = signal.signal(signal.SIGPROF, signal.default_int_handler)
+    yield signal.SIGPROF
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.signal(signal.SIGPROF, before)
+
+
+def test_an_interrupted_batch_writes_into_no_later_one(tmp_path, monkeypatch, interrupt):
     """As in a notebook: a cell is interrupted, and the next one reads on into the same memory."""
     rows = {name: [torch.full((64, 1024), float(row)) for row in range(16)] for name in ("h.0", "h.1")}
     reader, out = read(make_store(tmp_path / "s", rows).store, "main"), Buffers()
@@ -340,8 +352,7 @@ def test_an_interrupted_batch_writes_into_no_later_one(tmp_path, monkeypatch):
         elif not in_second.is_set():
             in_second.set()
             # To the main thread, as a terminal's is: one that waits is woken by its own signals alone.
-            kill = (threading.main_thread().ident, signal.SIGINT)
-            threading.Timer(0.1, signal.pthread_kill, kill).start()
+            threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, interrupt)).start()
             assert go_on.wait(10)
         return real(*args)
 
@@ -355,27 +366,23 @@ def test_an_interrupted_batch_writes_into_no_later_one(tmp_path, monkeypatch):
         assert torch.equal(batch[name], torch.full((16, 64, 1024), 8.0))
 
 
+@pytest.mark.usefixtures("interrupt")
 def test_interrupts_at_any_moment_leave_the_reader_as_it_was(tmp_path):
     rows = {name: [torch.full((64, 1024), float(row)) for row in range(16)] for name in ("h.0", "h.1")}
     reader, out = read(make_store(tmp_path / "s", rows).store, "main"), Buffers()
     draw, interrupts, ends = random.Random(0), 0, time.monotonic() + 2
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        while time.monotonic() < ends:
-            try:
-                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 3e-3))
-                reader.batch(draw.choices(range(16), k=16), out=out)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                continue
-            except KeyboardInterrupt:
-                interrupts += 1
-            wanted = draw.choices(range(16), k=16)
-            batch = reader.batch(wanted, out=out)
-            for name in rows:
-                assert batch[name][:, 0, 0].tolist() == wanted
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    while time.monotonic() < ends:
+        try:
+            signal.setitimer(signal.ITIMER_PROF, draw.uniform(1e-5, 3e-3))
+            reader.batch(draw.choices(range(16), k=16), out=out)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            continue
+        except KeyboardInterrupt:
+            interrupts += 1
+        wanted = draw.choices(range(16), k=16)
+        batch = reader.batch(wanted, out=out)
+        for name in rows:
+            assert batch[name][:, 0, 0].tolist() == wanted
     assert interrupts > 10
 
 
