@@ -6,7 +6,6 @@ import pickle
 import random
 import signal
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -370,8 +369,8 @@ def test_an_interrupted_batch_writes_into_no_later_one(tmp_path, monkeypatch, in
 def test_interrupts_at_any_moment_leave_the_reader_as_it_was(tmp_path):
     rows = {name: [torch.full((64, 1024), float(row)) for row in range(16)] for name in ("h.0", "h.1")}
     reader, out = read(make_store(tmp_path / "s", rows).store, "main"), Buffers()
-    draw, interrupts, ends = random.Random(0), 0, time.monotonic() + 2
-    while time.monotonic() < ends:
+    draw, interrupts = random.Random(0), 0
+    while interrupts < 20:  # a busy machine has its clock tick seldom: not as many as come in some time
         try:
             signal.setitimer(signal.ITIMER_PROF, draw.uniform(1e-5, 3e-3))
             reader.batch(draw.choices(range(16), k=16), out=out)
@@ -383,7 +382,6 @@ def test_interrupts_at_any_moment_leave_the_reader_as_it_was(tmp_path):
         batch = reader.batch(wanted, out=out)
         for name in rows:
             assert batch[name][:, 0, 0].tolist() == wanted
-    assert interrupts > 10
 
 
 def _descriptors():
