@@ -1,3 +1,5 @@
+import random
+import signal
 import sys
 from pathlib import Path
 
@@ -5,6 +7,7 @@ import pytest
 import torch
 from projects import CODE, make_project, write_recipe, write_rows
 
+from tests.benchmarks import synthetic
 from zgstore.building import lockfile
 from zgstore.building.builder import build
 from zgstore.building.capture import Capture
@@ -15,6 +18,7 @@ from zgstore.errors import Conflict, Interrupted, Invalid, NonFinite, Refused
 from zgstore.format.fields import all_u64
 from zgstore.format.tensorfile import decode
 from zgstore.storage.store import Store
+from zgstore.upkeep.verifier import verify
 
 
 def column(store, snapshot, name):
@@ -51,6 +55,26 @@ def test_a_build_stores_what_the_teacher_computes_bit_for_bit(tmp_path, store):
     names = [each.name for each in store.snapshot(report.snapshot).columns]
     assert names == [*recipe.capture.boundaries, "input_ids", "labels", "id"]
     assert torch.equal(dense(store, report.snapshot, "id"), torch.arange(12))
+
+
+@pytest.mark.usefixtures("interrupt")
+def test_interrupts_at_any_moment_leave_a_build_that_goes_on(tmp_path):
+    recipe = synthetic.recipe(tmp_path, count=6, rows=2, length=256, width=256, layers=2, cut=2)
+    expected = build(Store.init(tmp_path / "whole"), recipe).snapshot
+    draw, interrupts, stores = random.Random(0), 0, 0
+    while interrupts < 20:
+        store = Store.init(tmp_path / str(stores))
+        stores += 1
+        report = None
+        while report is None:
+            try:
+                signal.setitimer(signal.ITIMER_PROF, draw.uniform(1e-3, 0.1))
+                report = build(store, recipe)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert report.snapshot == expected
+        assert verify(store).report.ok
 
 
 def test_nothing_missing_means_no_teacher_and_no_new_record(tmp_path, store):

@@ -19,6 +19,11 @@ def content(store, blob):
     return store.objects.path(blob.digest, "objects").read_bytes()
 
 
+def add(draft, *args, **more):
+    for job in draft.take(*args, **more):
+        job()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn])
 @pytest.mark.parametrize("known", [True, False])
 def test_a_streamed_blob_is_the_one_that_is_encoded_at_once(store, dtype, known):
@@ -26,8 +31,8 @@ def test_a_streamed_blob_is_the_one_that_is_encoded_at_once(store, dtype, known)
     x = (torch.arange(24).view(6, 4) % 2 * 2).to(dtype)
     with store.writing("test") as session:
         draft = ShardDraft(session, [wanted()], rows=3 if known else None, lengths=lengths if known else None)
-        draft.add({"h": x[:4]}, lengths=lengths[:2], packed=frozenset({"h"}))
-        draft.add({"h": x[4:]}, lengths=lengths[2:], packed=frozenset({"h"}))
+        add(draft, {"h": x[:4]}, lengths=lengths[:2], packed=frozenset({"h"}))
+        add(draft, {"h": x[4:]}, lengths=lengths[2:], packed=frozenset({"h"}))
         (stored,) = draft.keep()
         assert content(store, stored.blob) == encode(stored.column, x, lengths)
         assert stored.column.shape == (None, 4)
@@ -39,7 +44,7 @@ def test_dense_columns_are_cast_and_encoded(store, codec):
     with store.writing("test") as session:
         draft = ShardDraft(session, [wanted(dtype="BF16", codec=codec)], rows=6, lengths=None)
         for part in x.split(2):
-            draft.add({"h": part})
+            add(draft, {"h": part})
         (stored,) = draft.keep()
         assert stored.column == Column("h", "boundary", "BF16", codec, (5, 70), 0)
         assert content(store, stored.blob) == encode(stored.column, x.to(torch.bfloat16))
@@ -52,8 +57,8 @@ def test_rows_that_are_not_finite_are_found_with_their_values(store):
     x[2, 1] = float("inf")
     with store.writing("test") as session:
         draft = ShardDraft(session, [wanted(), wanted("out", role="output")], rows=4, lengths=None)
-        draft.add({"h": x[:2], "out": x[:2]})
-        draft.add({"h": x[2:], "out": x[2:]})
+        add(draft, {"h": x[:2], "out": x[:2]})
+        add(draft, {"h": x[2:], "out": x[2:]})
         assert draft.check()["h"] == ((2,), "inf")
         draft.discard()
 
@@ -61,11 +66,11 @@ def test_rows_that_are_not_finite_are_found_with_their_values(store):
 def test_batches_that_do_not_go_together_are_refused(store):
     with store.writing("test") as session:
         draft = ShardDraft(session, [wanted()], rows=4, lengths=None)
-        draft.add({"h": torch.zeros(2, 3)})
+        add(draft, {"h": torch.zeros(2, 3)})
         with pytest.raises(Invalid, match="one batch"):
-            draft.add({"h": torch.zeros(2, 4)})
+            add(draft, {"h": torch.zeros(2, 4)})
         with pytest.raises(Invalid, match="no 'h'"):
-            draft.add({"g": torch.zeros(2, 3)})
+            add(draft, {"g": torch.zeros(2, 3)})
         with pytest.raises(Invalid, match="2 rows of a shard of 4"):
             draft.keep()
         draft.discard()

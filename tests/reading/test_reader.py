@@ -326,18 +326,6 @@ def test_rows_without_a_sequence_axis_have_no_mask(tmp_path):
         assert reader[3]["y"].item() == 3
 
 
-@pytest.fixture
-def interrupt():
-    """A signal that interrupts as SIGINT does, which a shell has ignored by what it runs in the background.
-
-    Not SIGALRM: a test's own time limit comes by that.
-    """
-    before = signal.signal(signal.SIGPROF, signal.default_int_handler)
-    yield signal.SIGPROF
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    signal.signal(signal.SIGPROF, before)
-
-
 def test_an_interrupted_batch_writes_into_no_later_one(tmp_path, monkeypatch, interrupt):
     """As in a notebook: a cell is interrupted, and the next one reads on into the same memory."""
     rows = {name: [torch.full((64, 1024), float(row)) for row in range(16)] for name in ("h.0", "h.1")}

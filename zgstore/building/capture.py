@@ -19,6 +19,7 @@ from zgstore.building.hooks import SIDES, call_teacher, place, said, stand
 from zgstore.building.pool import Pool, copied
 from zgstore.building.rows import Batch, SampleBatch
 from zgstore.building.rules import Rules, View
+from zgstore.building.statistics import Seen
 from zgstore.errors import Invalid
 from zgstore.format.tensorfile import NAME_OF
 
@@ -162,6 +163,7 @@ class Capture:
             columns={point: run.taken[point] for point in self._points},
             outputs={point: run.taken[point] for point in self._outputs},
             ready=run.ready(),
+            seen=run.seen,
             **self._rules.beside(batch, view, first=first, packed=run.packed),
         )
 
@@ -183,6 +185,7 @@ class _Run:
 
     def __init__(self, view: View, *, boundaries: Collection[str], dtype: torch.dtype | None, pool: Pool) -> None:
         self.taken: dict[str, Tensor] = {}
+        self.seen: dict[str, Seen] = {}
         self.packed: set[str] = set()
         self.fault: Invalid | None = None
         self._view = view
@@ -207,7 +210,9 @@ class _Run:
         pieces = self._view.pieces(point, tensor, boundary=boundary)
         if pieces is not None:
             self.packed.add(point)
-        self.taken[point] = copied(tensor, pieces, dtype or tensor.dtype, self._pool, point)
+        self.taken[point], seen = copied(tensor, pieces, dtype or tensor.dtype, self._pool, point)
+        if seen is not None:
+            self.seen[point] = seen
         if tensor.device.type == "cuda":
             self._devices.add(tensor.device)
 

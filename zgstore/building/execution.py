@@ -1,4 +1,4 @@
-"""The teacher, run where the plan has gaps: shard by shard, its columns streamed to a thread that writes them.
+"""The teacher, run where the plan has gaps: shard by shard, its columns written batch by batch.
 
 Nothing here decides what becomes of a shard: when its last batch has been handed over, ``finish`` is called on the
 writing thread, and keeps it (a build), or only compares it (``verify --recompute``).
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -30,6 +31,7 @@ from zgstore.format.blobheader import lay_out, layout_of_column
 from zgstore.format.digest import digest_of
 from zgstore.format.manifest import Column
 from zgstore.format.tensorfile import TORCH_OF, as_bytes, dtype_name
+from zgstore.storage.sharing import Job
 from zgstore.storage.store import Session, Store
 
 
@@ -180,7 +182,7 @@ class Run:
         waiting: Tasks whose space has not been asked for.
         drafts: Of the shards under way.
         teacher_seconds: What the teacher took.
-        store_seconds: What the writing thread took.
+        store_seconds: What looking, hashing and writing took.
         needed_bytes: What the first shard's shapes said that all of them need.
     """
 
@@ -200,6 +202,13 @@ class Run:
     teacher_seconds: float = 0.0
     store_seconds: float = 0.0
     needed_bytes: int = 0
+    _counting: threading.Lock = field(default_factory=threading.Lock)
+
+    def spent(self, *, teacher: float = 0.0, store: float = 0.0) -> None:
+        """Count seconds, from any thread."""
+        with self._counting:
+            self.teacher_seconds += teacher
+            self.store_seconds += store
 
 
 def run_tasks(run: Run, tasks: Sequence[Task]) -> None:
@@ -311,14 +320,14 @@ def _run_shard(run: Run, background: Background, capturers: _Capturers, replay: 
         seconds += time.perf_counter() - began
         left_out |= {info.first + row: reason for row, reason in sample.left_out.items()}
         size = weight_of(tensors)
-        background.submit(_adding(run, draft, tensors, sample), weight_bytes=size)
         if index == shard.first_batch and run.check_space:
             # The shapes are known from here on: refuse before rather than fail half way.
             needed = _still_needed(run, task, tensors, sample.packed)
             run.needed_bytes = max(run.needed_bytes, needed)
             run.session.store.check_space(needed or size * shard.batches)
+        _add(run, background, draft, tensors, sample)
         run.tick(info.rows, size)
-    run.teacher_seconds += seconds
+    run.spent(teacher=seconds)
     captured = Captured(shard, task.wanted, draft, left_out, seconds)
 
     finished = threading.Event()
@@ -328,7 +337,7 @@ def _run_shard(run: Run, background: Background, capturers: _Capturers, replay: 
         run.drafts.remove(draft)
         finished.set()
 
-    background.submit(lambda: _timed(run, finish))
+    background.submit(partial(_timed, run, finish))
     return finished
 
 
@@ -355,22 +364,31 @@ def _column_of(wanted: Wanted, tensor: Tensor, packed: Collection[str]) -> Colum
     return wanted.column(dtype, (None, *rest) if wanted.name in packed else rest)
 
 
-def _adding(run: Run, draft: ShardDraft, tensors: Mapping[str, Tensor], sample: SampleBatch) -> Callable[[], None]:
+def _add(
+    run: Run, background: Background, draft: ShardDraft, tensors: Mapping[str, Tensor], sample: SampleBatch
+) -> None:
+    """Have a batch written: here, or by the writing thread once its tensors have come from a device."""
     pooled = frozenset({*sample.columns, *sample.outputs})
 
     def add() -> None:
         whole = sample.wait()
-        draft.add(tensors, lengths=whole.lengths, packed=whole.packed, pooled=pooled)
+        background.share(
+            draft.take(tensors, lengths=whole.lengths, packed=whole.packed, pooled=pooled, seen=whole.seen)
+        )
 
-    return lambda: _timed(run, add)
+    if sample.ready is not None:
+        background.submit(partial(_timed, run, add), weight_bytes=weight_of(tensors))
+    else:
+        # Beside a teacher on the CPU no core is free: its threads would wait busily for the one that is taken.
+        _timed(run, add)
 
 
-def _timed(run: Run, work: Callable[[], None]) -> None:
+def _timed(run: Run, work: Job) -> None:
     began = time.perf_counter()
     try:
         work()
     finally:
-        run.store_seconds += time.perf_counter() - began
+        run.spent(store=time.perf_counter() - began)
 
 
 def _tensors(

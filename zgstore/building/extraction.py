@@ -15,6 +15,7 @@ from zgstore.building.pool import Pool, copied
 from zgstore.building.recipe import RESERVED_COLUMNS
 from zgstore.building.rows import Batch, SampleBatch
 from zgstore.building.rules import Rules, View, kept_rows
+from zgstore.building.statistics import Seen
 from zgstore.building.teacher import device_of
 from zgstore.errors import Invalid
 
@@ -97,16 +98,19 @@ class Extraction:
                 view, rows=count, lengths=kept_rows(view.lengths, kept), starts=kept_rows(view.starts, kept)
             )
             packed: set[str] = set()
-            columns = self._taken(found.boundaries, short, packed, boundary=True)
-            outputs = self._taken(found.outputs, short, packed, boundary=False)
+            seen: dict[str, Seen] = {}
+            columns = self._taken(found.boundaries, short, packed, seen, boundary=True)
+            outputs = self._taken(found.outputs, short, packed, seen, boundary=False)
         beside = self._rules.beside(batch, view, first=first, packed=packed, more=dict(found.context), rows=rows)
         beside["constants"] |= {name: tensor.detach().cpu() for name, tensor in found.constants.items()}
-        return SampleBatch(columns=columns, outputs=outputs, rows=rows, left_out=left_out, **beside)
+        return SampleBatch(columns=columns, outputs=outputs, rows=rows, left_out=left_out, seen=seen, **beside)
 
     def close(self) -> None:
         """Nothing stands in the teacher."""
 
-    def _taken(self, found: Mapping[str, Tensor], view: View, packed: set[str], *, boundary: bool) -> dict[str, Tensor]:
+    def _taken(
+        self, found: Mapping[str, Tensor], view: View, packed: set[str], seen: dict[str, Seen], *, boundary: bool
+    ) -> dict[str, Tensor]:
         taken = {}
         for name, tensor in found.items():
             if not isinstance(tensor, Tensor):
@@ -117,7 +121,9 @@ class Extraction:
             dtype = self._dtype if boundary and self._dtype and tensor.is_floating_point() else tensor.dtype
             # Not to pinned memory, and waited for: an extractor's tensors may be its own to overwrite.
             source = tensor.cpu() if pieces is None else torch.cat(pieces).cpu()
-            taken[name] = copied(source, None, dtype, self.pool, name)
+            taken[name], looked = copied(source, None, dtype, self.pool, name)
+            if looked is not None:
+                seen[name] = looked
         return taken
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zgstore.building.statistics import Seen, fill
 from zgstore.format.tensorfile import dtype_name
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
@@ -70,20 +71,25 @@ def _room(size: int) -> int:
     return -(-max(size, 1) // step) * step
 
 
-def copied(tensor: Tensor, pieces: list[Tensor] | None, dtype: torch.dtype, pool: Pool, point: str) -> Tensor:
-    """A copy of the tensor, or of its pieces joined, in pooled memory; under way, if it comes from a device."""
+def copied(
+    tensor: Tensor, pieces: list[Tensor] | None, dtype: torch.dtype, pool: Pool, point: str
+) -> tuple[Tensor, Seen | None]:
+    """A copy of the tensor, or of its pieces joined, in pooled memory, and what was seen of it.
+
+    From a device it is under way, and nothing has been seen yet.
+    """
     dtype_name(tensor, what=repr(point))
     if tensor.device.type == "cpu":
         if pieces is None:
-            return pool.take(tensor.shape, dtype).copy_(tensor)
-        joined = pool.take((sum(map(len, pieces)), *tensor.shape[2:]), dtype)
-        at = 0
+            copy = pool.take(tensor.shape, dtype)
+            return copy, fill(copy, tensor)
+        copy, seen, at = pool.take((sum(map(len, pieces)), *tensor.shape[2:]), dtype), Seen(), 0
         for piece in pieces:
-            joined[at : at + len(piece)].copy_(piece)
+            seen += fill(copy[at : at + len(piece)], piece)
             at += len(piece)
-        return joined
+        return copy, seen
     # Cast and joined on the device, then one copy on its own stream: what comes after it there cannot overtake it.
     whole = tensor if pieces is None else torch.cat(pieces)
     whole = whole.to(dtype)
     pinned = tensor.device.type == "cuda"
-    return pool.take(whole.shape, dtype, pinned=pinned).copy_(whole, non_blocking=pinned)
+    return pool.take(whole.shape, dtype, pinned=pinned).copy_(whole, non_blocking=pinned), None

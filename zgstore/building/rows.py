@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zgstore.building.statistics import Seen
 from zgstore.errors import Invalid
 from zgstore.format.digest import Digest, digest_of
 from zgstore.format.tensorfile import as_bytes, dtype_name
@@ -43,6 +44,7 @@ class SampleBatch:
         digests: The B row digests joined, 32 bytes each; None if they were not taken.
         packed: Names in ``columns``, ``context`` and ``outputs`` that are ragged and without padding already.
         ready: Waits until the tensors hold their values (copies from a device may be under way); None if they do.
+        seen: What was seen of columns and outputs as they were copied; others are looked at when they are stored.
     """
 
     columns: Mapping[str, Tensor]
@@ -57,6 +59,7 @@ class SampleBatch:
     digests: bytes | None = None
     packed: frozenset[str] = frozenset()
     ready: Callable[[], None] | None = None
+    seen: Mapping[str, Seen] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """B, the number of samples."""

@@ -1,7 +1,7 @@
-"""Shards on their way to the disk: columns streamed into blobs as states come, on one thread beside the teacher.
+"""Shards on their way to the disk: columns streamed into blobs as states come, two side by side.
 
-The thread's work is bounded by bytes, so that memory holds a few batches; what it raises ends the build at the next
-batch. Hashing and writing release the GIL.
+Who brings a batch looks at it and shares its writing with a second thread; or leaves both to the writing thread, whose
+work is bounded by bytes, so that memory holds a few batches, and whose failure ends the build at the next one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from functools import partial
+from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from zgstore.building.planner import Wanted
 from zgstore.building.pool import Pool
-from zgstore.building.statistics import Statistics, stats
+from zgstore.building.statistics import Seen, look, nonfinite_rows
 from zgstore.errors import Invalid
 from zgstore.format.blobheader import BlobHeader, layout_of_column
 from zgstore.format.digest import Digest
@@ -27,6 +28,7 @@ from zgstore.format.manifest import Column
 from zgstore.format.pages import Blob
 from zgstore.format.tensorfile import TORCH_OF, as_bytes, dtype_name, int8_encode, offsets_of
 from zgstore.storage.drafts import Draft
+from zgstore.storage.sharing import Job, SecondThread
 from zgstore.storage.store import Session
 
 QUEUE_BYTES: Final = 256 << 20
@@ -34,7 +36,7 @@ _SHOWN_VALUES: Final = 4
 
 
 class Background:
-    """One thread that does what it is given, in order.
+    """The writing thread, which does what it is given, in order; and a second one, which shares what anybody does.
 
     Args:
         budget_bytes: How much may wait; one piece may always.
@@ -47,6 +49,7 @@ class Background:
         self._changed = threading.Condition()
         self._cause: BaseException | None = None
         self._dropping = False
+        self._second = SecondThread("zgstore-writer-2")
         self._thread = threading.Thread(target=self._work, name="zgstore-writer", daemon=True)
         self._thread.start()
 
@@ -64,6 +67,10 @@ class Background:
             self._waiting += weight_bytes
             self._queue.append((work, weight_bytes))
             self._changed.notify_all()
+
+    def share(self, jobs: Sequence[Job]) -> None:
+        """Do the jobs side by side, on the caller's thread and the second one."""
+        self._second.share(jobs)
 
     def drain(self) -> None:
         """Wait until all that was queued is done.
@@ -86,12 +93,14 @@ class Background:
             self._raise()
 
     def close(self) -> None:
-        """Drop what has not begun, and end the thread."""
+        """Drop what has not begun, and end both threads."""
         with self._changed:
             self._dropping = True
             self._queue.append((None, 0))
             self._changed.notify_all()
         self._thread.join()
+        self._second.close()
+        self._second.join()  # after an interrupt it may still be at a job
 
     def __enter__(self) -> Self:
         return self
@@ -160,34 +169,43 @@ class ShardDraft:
         self._streams = {wanted.name: _Stream(session, wanted, rows=rows, lengths=lengths) for wanted in columns}
         self._pool = pool
 
-    def add(
+    def take(
         self, tensors: Mapping[str, Tensor], *, lengths: Tensor | None = None, packed: frozenset[str] = frozenset(),
-        pooled: frozenset[str] = frozenset(),
-    ) -> None:  # fmt: skip
-        """Append a batch to each column.
+        pooled: frozenset[str] = frozenset(), seen: Mapping[str, Seen] = MappingProxyType({}),
+    ) -> list[Job]:  # fmt: skip
+        """Look at the next batch; what is returned appends it, a job for each column.
+
+        The jobs of one batch may be done side by side, on any threads; batch follows batch in the order of taking.
 
         Args:
             tensors: Column → ``[B, …]``, or ``[S, …]`` where ``packed`` names it.
             lengths: int64 ``[B]`` of this batch.
             packed: Columns without padding.
             pooled: Columns whose memory goes back to the pool.
+            seen: Of columns that were looked at before.
+
+        Raises:
+            Invalid: if it lacks a column, or has one of another dtype or shape than before.
         """
+        jobs: list[Job] = []
         for name, stream in self._streams.items():
             if name not in tensors:
                 raise Invalid(
                     f"a batch has no {name!r}, which others of its shard have",
                     hint=f"it has {', '.join(sorted(tensors))}; give every batch the same columns",
                 )
-            taken = stream.add(tensors[name], lengths if name in packed else None)
-            if taken and self._pool is not None and name in pooled:
-                self._pool.give(tensors[name])
+            given, pool = tensors[name], self._pool if name in pooled else None
+            tensor = stream.take(given, lengths if name in packed else None, seen.get(name))
+            if pool is not None and tensor is not given:
+                pool.give(given)
+                pool = None
+            jobs.append(partial(stream.append, tensor, pool))
+        return jobs
 
     def check(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Column → rows that are not finite, and the first one's first values; empty: all are."""
         return {
-            name: (stream.statistics.nonfinite, stream.shown)
-            for name, stream in self._streams.items()
-            if stream.statistics.nonfinite
+            name: (tuple(stream.nonfinite), stream.shown) for name, stream in self._streams.items() if stream.nonfinite
         }
 
     def keep(self) -> list[Stored]:
@@ -220,13 +238,13 @@ class _Stream:
         self._worst = 0.0
         self.column: Column | None = None
         self.header: BlobHeader | None = None
-        self.statistics = Statistics()
+        self.seen = Seen()
+        self.nonfinite: list[int] = []
         self.shown = ""
 
-    def add(self, tensor: Tensor, lengths: Tensor | None) -> bool:
-        """Append; whether the tensor's memory is no longer needed."""
-        wanted = self._wanted
-        given = tensor
+    def take(self, given: Tensor, lengths: Tensor | None, seen: Seen | None) -> Tensor:
+        """Look at the next batch as it is stored, unless it was seen; the tensor itself, or a copy in another dtype."""
+        wanted, tensor = self._wanted, given
         if wanted.dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(TORCH_OF[wanted.dtype])
         shape = tuple(tensor.shape[1:]) if lengths is None else (None, *tensor.shape[1:])
@@ -241,16 +259,27 @@ class _Stream:
             )
         rows = len(tensor) if lengths is None else len(lengths)
         if wanted.role != "context":
-            # int8 has no −inf: what is masked would come back as NaN, and its neighbours with it.
-            found = stats(tensor, lengths, masks=wanted.role == "output" and wanted.codec == "raw")
-            if found.nonfinite and not self.shown:
-                self.shown = _first_values(tensor, rows, found.nonfinite[0], lengths)
-            self.statistics += found
+            seen = look(tensor) if seen is None or tensor is not given else seen
+            self.seen += seen
+            if tensor.is_floating_point() and seen.count < tensor.numel():
+                self._note_nonfinite(tensor, rows, lengths)
         self._seen_rows += rows
         if lengths is not None:
             self._seen_lengths.append(lengths)
-        if wanted.codec == "int8":
-            encoded = int8_encode(tensor, what=f"column {wanted.name!r}")
+        return tensor
+
+    def _note_nonfinite(self, tensor: Tensor, rows: int, lengths: Tensor | None) -> None:
+        # int8 has no −inf: what is masked would come back as NaN, and its neighbours with it.
+        masks = self._wanted.role == "output" and self._wanted.codec == "raw"
+        bad = nonfinite_rows(tensor, lengths, masks=masks)
+        if bad and not self.shown:
+            self.shown = _first_values(tensor, rows, bad[0], lengths)
+        self.nonfinite += [self._seen_rows + row for row in bad]
+
+    def append(self, tensor: Tensor, pool: Pool | None) -> None:
+        """Append what was taken, and give its memory back once it is not needed."""
+        if self._wanted.codec == "int8":
+            encoded = int8_encode(tensor, what=f"column {self._wanted.name!r}")
             self._worst = max(self._worst, encoded.max_error)
             self._held.setdefault("data", []).append(encoded.data)
             self._held.setdefault("scale", []).append(encoded.scale)
@@ -258,8 +287,9 @@ class _Stream:
             self._draft.write(as_bytes(tensor))
         else:
             self._held.setdefault("data", []).append(tensor)
-            return tensor is not given
-        return True
+            return
+        if pool is not None:
+            pool.give(tensor)
 
     def _begin(self, column: Column) -> None:
         self.column = column
@@ -308,10 +338,10 @@ class _Stream:
     def keep(self) -> Stored:
         blob = self._session.keep(self._complete())
         assert self.column is not None
-        statistics = self.statistics.as_value()
+        statistics = self.seen.as_value()
         if self.column.codec == "int8":
             statistics["error"] = self._worst
-        return Stored(self.column, blob, self._seen_rows, self.statistics.nonfinite, statistics)
+        return Stored(self.column, blob, self._seen_rows, tuple(self.nonfinite), statistics)
 
     def keep_if(self, expected: Digest | None) -> Blob:
         draft = self._complete()

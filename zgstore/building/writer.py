@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,11 @@ from zgstore.format.manifest import CODECS, Column, Constant, Pins, Record
 from zgstore.format.pages import rows_tree
 from zgstore.storage.memos import platform_tag
 from zgstore.storage.refs import ANY, Expectation
+from zgstore.storage.sharing import Job
 from zgstore.storage.store import Session, Store
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
 
 DEFAULT_CUT: Final = 16
 WRITERS: Final = 2  # threads of a shard's blobs; bench "ingest": one waits for the disk while the other hashes
@@ -282,7 +286,7 @@ class Writer:
         self._store.check_space(size)
         drafts = [ShardDraft(session, [one], rows=None, lengths=None) for one in wanted]
         try:
-            stored = _in_parallel(lambda draft: _fill(draft, batches), drafts)
+            _in_parallel(_done, [_taken(draft, batches) for draft in drafts])
             self._refuse(drafts, rows=self._rows())
             stored = _in_parallel(lambda draft: draft.keep()[0], drafts)
         except BaseException:
@@ -418,11 +422,19 @@ def _tensors(batch: SampleBatch) -> dict[str, Tensor]:
     return {**batch.columns, **batch.outputs, **columns_beside(batch)}
 
 
-def _fill(draft: ShardDraft, batches: Sequence[SampleBatch]) -> None:
-    for batch in batches:
-        draft.add(_tensors(batch), lengths=batch.lengths, packed=batch.packed)
+def _taken(draft: ShardDraft, batches: Sequence[SampleBatch]) -> list[Job]:
+    return [
+        job
+        for batch in batches
+        for job in draft.take(_tensors(batch), lengths=batch.lengths, packed=batch.packed, seen=batch.seen)
+    ]
 
 
-def _in_parallel(work: Callable[[ShardDraft], Any], drafts: Sequence[ShardDraft]) -> list[Any]:
+def _done(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        job()
+
+
+def _in_parallel(work: Callable[[Given], Result], given: Sequence[Given]) -> list[Result]:
     with ThreadPoolExecutor(WRITERS) as pool:
-        return list(pool.map(work, drafts))
+        return list(pool.map(work, given))

@@ -32,9 +32,9 @@ from zgstore.format.digest import Digest
 from zgstore.format.manifest import Column
 from zgstore.format.readplan import BlobPlan
 from zgstore.format.tensorfile import as_tensor, check_offsets
-from zgstore.reading.sharing import SecondThread
 from zgstore.storage.files import SETTLE_SECONDS
 from zgstore.storage.hashing import hash_file
+from zgstore.storage.sharing import SecondThread
 
 FEWEST_OPEN, MOST_OPEN = 32, 1024
 MAX_VECTORS: Final = 1024  # IOV_MAX
@@ -150,7 +150,7 @@ class Blobs:
             return
         here = self.here()
         with here.lock:
-            here.second = here.second or SecondThread()
+            here.second = here.second or SecondThread("zgstore-read")
         here.second.share(jobs)
 
     def verified_here(self) -> list[tuple[BlobPlan, Stamp]]:

@@ -12,13 +12,17 @@ Job = Callable[[], None]
 class SecondThread:
     """A thread beside the caller's.
 
+    Args:
+        name: What a list of threads shows.
+
     Whatever both wait for is one step of the interpreter: an interrupted wait in Python's own pools or conditions
     would leave their locks held, and the next batch would wait for ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self._todo: SimpleQueue[Job | None] = SimpleQueue()
-        threading.Thread(target=_serve, args=(self._todo,), name="zgstore-read", daemon=True).start()
+        self._thread = threading.Thread(target=_serve, args=(self._todo,), name=name, daemon=True)
+        self._thread.start()
 
     def share(self, jobs: Sequence[Job]) -> None:
         """Do the jobs, each by whoever is free, and return when all have ended.
@@ -61,6 +65,10 @@ class SecondThread:
     def close(self) -> None:
         """Let the thread end when it is free."""
         self._todo.put(None)
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+        self._thread.join()
 
 
 def _serve(todo: SimpleQueue[Job | None]) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from zgstore.errors import Corrupt, Missing
-from zgstore.reading.sharing import SecondThread
+from zgstore.storage.sharing import SecondThread
 
 
 def test_all_are_done_and_the_first_failure_in_their_order_is_raised():
@@ -17,7 +17,7 @@ def test_all_are_done_and_the_first_failure_in_their_order_is_raised():
             raise error
         done.append(number)
 
-    second = SecondThread()
+    second = SecondThread("second")
     second.share([partial(job, number) for number in range(100)])
     assert sorted(done) == list(range(100))
     with pytest.raises(Missing, match="first"):
@@ -27,7 +27,7 @@ def test_all_are_done_and_the_first_failure_in_their_order_is_raised():
 
 
 def test_an_interrupt_begins_no_more():
-    second, begun, left, done = SecondThread(), threading.Event(), threading.Event(), []
+    second, begun, left, done = SecondThread("second"), threading.Event(), threading.Event(), []
     this_thread = threading.get_ident()
 
     def job(number):
@@ -47,7 +47,7 @@ def test_an_interrupt_begins_no_more():
 
 
 def test_who_is_busy_with_another_list_is_not_waited_for():
-    second, begun, go_on = SecondThread(), threading.Event(), threading.Event()
+    second, begun, go_on = SecondThread("second"), threading.Event(), threading.Event()
     here = threading.get_ident()
 
     def wait():
