@@ -42,7 +42,7 @@ class Sizes:
     gib: float = 1.0
     blob_mib: int = 64
     rows: int = 80
-    stored_gb: float = 1.0
+    stored_gb: float = 2.0
     memory_gib: tuple[float, ...] = (1, 10)
     objects: tuple[int, ...] = (10_000, 100_000)
     batches: int = 40

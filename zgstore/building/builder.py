@@ -7,7 +7,7 @@ The way of the data, and the module that does each step::
                         which teacher (found again by its files and code, else loaded and measured)
              planner ─→ shards × columns → keys → actions: hits and misses; a hit's blob is reserved, then looked for
              execution → for each shard with a miss: hooks at the missing points, batch by batch …
-             shards ──→ … to one thread that casts, hashes and writes
+             shards ──→ … to two threads that hash and write
                         durable first the shard's blobs, then its actions, then the entry that followers read
              publication → pages, snapshot, record, ref
 
