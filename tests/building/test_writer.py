@@ -171,6 +171,14 @@ def test_what_makes_no_sense_is_refused(store):
         w.add(SampleBatch({"h.0": torch.tensor([[1.0], [float("inf")]])}, {"k": torch.arange(2)}))
 
 
+def test_a_captured_batch_is_looked_at_as_it_is_brought(store):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    captured = zgstore.capture.run(model, {"input": torch.randn(2, 4)}, ["0:out"], context=["input"])
+    captured.columns["0:out"][1] = float("nan")
+    with writer(store, PINS, cut=1) as w, pytest.raises(NonFinite, match="0:out"):
+        w.add(captured)
+
+
 def test_batches_of_different_columns_do_not_go_together(store):
     with writer(store, PINS, cut=1) as w:
         w.add(states(0))

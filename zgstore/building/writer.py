@@ -423,11 +423,8 @@ def _tensors(batch: SampleBatch) -> dict[str, Tensor]:
 
 
 def _taken(draft: ShardDraft, batches: Sequence[SampleBatch]) -> list[Job]:
-    return [
-        job
-        for batch in batches
-        for job in draft.take(_tensors(batch), lengths=batch.lengths, packed=batch.packed, seen=batch.seen)
-    ]
+    # What was seen of a captured batch is not asked for: its tensors may have been changed since.
+    return [job for batch in batches for job in draft.take(_tensors(batch), lengths=batch.lengths, packed=batch.packed)]
 
 
 def _done(jobs: Sequence[Job]) -> None:
