@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted([*(ROOT / "zgstore").rglob("*.py"), *(ROOT / "zgtrain").rglob("*.py")])
@@ -124,6 +125,15 @@ def test_nothing_unpickles_or_evaluates():
             if called in {"eval", "exec"} or (called == "torch.load" and not safe):
                 bad.add(f"{path.relative_to(ROOT)}:{node.lineno} calls {called}")
     assert not bad
+
+
+def test_every_tensor_that_the_store_makes_says_where():
+    """What calls it may have set a default device; bytes are read into CPU memory all the same."""
+    makers = {made.__name__ for made in _device_constructors()}
+    for path in (path for path in MODULES if top(name_of(path)) == "zgstore"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in makers}:
+                assert "device" in {given.arg for given in node.keywords}, f"{path}:{node.lineno}"
 
 
 def test_the_reader_knows_neither_store_nor_index():

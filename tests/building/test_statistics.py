@@ -110,3 +110,15 @@ def test_a_parameter_and_what_inference_left_are_looked_at():
     with torch.inference_mode():
         left = torch.ones(2, 2)
     assert look(left) == look(torch.nn.Parameter(torch.ones(2, 2))) == Seen(4, 4.0, 1.0, 1.0)
+
+
+def test_torchs_defaults_change_nothing():
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    seen = look(x)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_device("meta")
+        assert look(x) == seen
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)

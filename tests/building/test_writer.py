@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -5,9 +7,11 @@ import zgstore
 from zgstore.building.rows import SampleBatch, join, row_digests
 from zgstore.building.writer import writer
 from zgstore.errors import Conflict, Invalid, NonFinite, Refused
+from zgstore.format.digest import digest_of
 from zgstore.format.manifest import Pins
 from zgstore.format.tensorfile import decode
 from zgstore.storage.store import Store
+from zgstore.upkeep.verifier import verify
 
 PINS = Pins(
     teacher={"id": "server/model", "revision": "r1"}, data={"id": "logs", "revision": "d1"}, capture={"by": "server"}
@@ -206,3 +210,29 @@ def test_the_public_names_lead_here(store):
         assert w.missing(zgstore.row_digests(inputs(0))) == [0, 1, 2]
         w.add(zgstore.SampleBatch(columns=states(0).columns, context=states(0).context))
         assert w.commit(ref="main", expect=None) == store.refs.get("main")
+
+
+def test_torchs_default_device_and_dtype_are_somebody_elses(store):
+    torch.manual_seed(0)
+    dense = SampleBatch({"h.0": torch.randn(4, 3, 8), "h.1": torch.randn(4, 3, 8).to(torch.bfloat16)})
+    ragged = SampleBatch(
+        {"h.0": torch.randn(5, 8), "h.1": torch.randn(5, 8).to(torch.bfloat16)},
+        lengths=torch.tensor([2, 3]), packed=frozenset({"h.0", "h.1"}),
+    )  # fmt: skip
+    rows = [digest_of("row", bytes([row])).raw for row in range(4)]
+    try:
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float16)
+        for ref, brought in (("dense", dense), ("ragged", ragged)):
+            pins = Pins(PINS.teacher, PINS.data, {"by": ref})
+            with writer(store, pins, cut=1, codecs={"h.1": "int8"}) as into:
+                into.add(replace(brought, digests=b"".join(rows[: len(brought)])))
+                into.commit(ref)
+        even, uneven = (zgstore.read(store, ref).batch([1, 0]) for ref in ("dense", "ragged"))
+        assert verify(store).report.ok
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(even["h.0"], dense.columns["h.0"][[1, 0]])
+    assert torch.equal(uneven["h.0"][0, :3], ragged.columns["h.0"][2:])
+    assert torch.allclose(even["h.1"].float(), dense.columns["h.1"][[1, 0]].float(), atol=0.05)

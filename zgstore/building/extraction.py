@@ -92,7 +92,7 @@ class Extraction:
             )
             rows, left_out = _checked(found, view.rows)
             _check_names(found, self._rules.context)
-            kept = None if rows is None else torch.tensor(rows, dtype=torch.int64)
+            kept = None if rows is None else torch.tensor(rows, dtype=torch.int64, device="cpu")
             count = view.rows if rows is None else len(rows)
             short = dataclasses.replace(
                 view, rows=count, lengths=kept_rows(view.lengths, kept), starts=kept_rows(view.starts, kept)

@@ -38,14 +38,16 @@ class Pool:
         # Not an inference tensor, which could neither be written elsewhere nor enter autograd.
         with torch.inference_mode(mode=False):
             if memory is None:
-                memory = torch.empty(room, dtype=torch.uint8, pin_memory=True) if pinned else _mapped(room)
+                memory = (
+                    torch.empty(room, dtype=torch.uint8, pin_memory=True, device="cpu") if pinned else _mapped(room)
+                )
             return memory[:wanted].view(dtype).view(tuple(shape))
 
     def give(self, tensor: Tensor) -> None:
         """Take back what `take` gave. Nothing may look at it any more."""
         storage = tensor.untyped_storage()
         with torch.inference_mode(mode=False):
-            memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+            memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         with self._lock:
             self._free[storage.nbytes(), memory.is_pinned()].append(memory)
 

@@ -256,7 +256,7 @@ def ids_of(batch: Batch, *, first: int = 0) -> Tensor:
     ids = batch.get(ID)
     if ids is None:
         rows = next(len(value) for value in batch.values())
-        return torch.arange(first, first + rows, dtype=torch.int64)
+        return torch.arange(first, first + rows, dtype=torch.int64, device="cpu")
     if isinstance(ids, Tensor):
         if ids.dim() == 1 and not ids.is_floating_point() and ids.dtype != torch.bool:
             return ids.detach().cpu().to(torch.int64)

@@ -103,7 +103,7 @@ class Rules:
             rows: The rows kept; None: all.
         """
         more = more or {}
-        kept = None if rows is None else torch.tensor(list(rows), dtype=torch.int64)
+        kept = None if rows is None else torch.tensor(list(rows), dtype=torch.int64, device="cpu")
         lengths = kept_rows(view.lengths, kept)
         starts = kept_rows(view.starts, kept)
         context, ragged = {}, set(packed)

@@ -77,14 +77,15 @@ def _pieces(flat: Tensor) -> Iterator[Tensor]:
 
 
 def _look(pieces: Iterable[Tensor]) -> Seen:
-    seen, wide = Seen(), torch.empty(0)
+    seen, wide = Seen(), torch.empty(0, device="cpu")
     for piece in pieces:
         if not piece.is_floating_point():
             continue
         if piece.dtype in {torch.float32, torch.float64}:
             seen += _of(piece)
         else:
-            wide = wide if len(wide) else torch.empty(len(piece))  # the first piece is the largest
+            if not len(wide):  # the first piece is the largest
+                wide = torch.empty(len(piece), dtype=torch.float32, device="cpu")
             seen += _of(wide[: len(piece)].copy_(piece))
     return seen
 

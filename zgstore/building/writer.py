@@ -154,7 +154,7 @@ class Writer:
         batch = replace(batch, digests=self._digests(batch))
         if batch.ids is None:
             first = self._rows()
-            batch = replace(batch, ids=torch.arange(first, first + len(batch), dtype=torch.int64))
+            batch = replace(batch, ids=torch.arange(first, first + len(batch), dtype=torch.int64, device="cpu"))
         for name, tensor in batch.constants.items():
             known = self._constants.setdefault(name, tensor.detach().cpu().clone())
             if constant_bytes(known)[0] != constant_bytes(tensor)[0]:

@@ -109,7 +109,7 @@ def as_bytes(tensor: Tensor, *, what: str = "the tensor") -> memoryview:
 def as_tensor(buffer: bytes | bytearray | memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """A tensor over a buffer's bytes; without a copy if the buffer may be written, for torch knows no other tensors."""
     if not len(buffer):
-        return torch.empty(shape, dtype=TORCH_OF[dtype])
+        return torch.empty(shape, dtype=TORCH_OF[dtype], device="cpu")
     if memoryview(buffer).readonly:
         buffer = bytearray(buffer)
     return torch.frombuffer(buffer, dtype=TORCH_OF[dtype]).view(shape)
@@ -117,7 +117,7 @@ def as_tensor(buffer: bytes | bytearray | memoryview, dtype: str, shape: tuple[i
 
 def offsets_of(lengths: Tensor) -> Tensor:
     """int64 ``[R + 1]``: where each row begins, and the end."""
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(lengths.to(torch.int64), 0, out=offsets[1:])
     return offsets
 
@@ -140,8 +140,8 @@ def int8_encode(tensor: Tensor, *, what: str = "the tensor") -> Encoded:
                       hint="int8 is for floating tensors with a channel axis; use codec = \"raw\"")  # fmt: skip
     channels = tensor.shape[-1]
     flat = tensor.detach().reshape(-1, channels) if tensor.numel() else tensor.new_empty((0, channels))
-    data = torch.empty(flat.shape, dtype=torch.int8)
-    scale = torch.empty((len(flat), groups_of(channels)), dtype=torch.float16)
+    data = torch.empty(flat.shape, dtype=torch.int8, device="cpu")
+    scale = torch.empty((len(flat), groups_of(channels)), dtype=torch.float16, device="cpu")
     step = max(1, _CHUNK // max(channels, 1))
     worst = 0.0
     for at in range(0, len(flat), step):
@@ -196,9 +196,9 @@ def int8_decode(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: The column's.
     """
     if not data.numel():
-        return torch.empty(data.shape, dtype=dtype)
+        return torch.empty(data.shape, dtype=dtype, device="cpu")
     channels = data.shape[-1]
-    out = torch.empty(data.shape, dtype=dtype)
+    out = torch.empty(data.shape, dtype=dtype, device="cpu")
     codes, scales, into = data.reshape(-1, channels), scale.reshape(-1, scale.shape[-1]), out.view(-1, channels)
     step = max(1, _CHUNK // channels)
     whole = channels - channels % GROUP

@@ -100,7 +100,7 @@ class Blobs:
         self.plans: list[BlobPlan] = []
         self.kinds: list[Kind] = []
         self.rows: list[int] = []
-        self.shared = torch.empty(0, dtype=torch.uint8)
+        self.shared = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.notes: NDArray[np.uint8] = self.shared.numpy()
         self.closed = False
         self._here: _Here | None = None
@@ -118,7 +118,7 @@ class Blobs:
             self.kinds.append(kind)
             self.rows.append(rows)
         if len(self.plans) > len(self.shared):
-            shared = torch.zeros(max(len(self.plans), 2 * len(self.shared)), dtype=torch.uint8)
+            shared = torch.zeros(max(len(self.plans), 2 * len(self.shared)), dtype=torch.uint8, device="cpu")
             shared[: len(self.shared)] = self.shared
             self.shared = shared.share_memory_()  # type: ignore[no-untyped-call]
             self.notes = self.shared.numpy()

@@ -42,7 +42,7 @@ class Buffers:
         """uint8 ``[size]``, the same memory for the same key while it is large enough."""
         held = self._held.get(key)
         if held is None or len(held) < size:
-            held = self._held[key] = torch.empty(size, dtype=torch.uint8, pin_memory=self.pin_memory)
+            held = self._held[key] = torch.empty(size, dtype=torch.uint8, pin_memory=self.pin_memory, device="cpu")
         return held[:size]
 
     def forget(self) -> None:
@@ -104,7 +104,7 @@ def dense_length(columns: Mapping[str, Column]) -> int | None:
 def pad(packed: Tensor, lengths: Lengths) -> Tensor:
     """``[S, …]`` as ``[N, T, …]``, zeros on the right."""
     longest = int(lengths.max(initial=0))
-    out = torch.zeros((len(lengths), longest, *packed.shape[1:]), dtype=packed.dtype)
+    out = torch.zeros((len(lengths), longest, *packed.shape[1:]), dtype=packed.dtype, device="cpu")
     at = 0
     for row, length in enumerate(lengths.tolist()):
         out[row, :length] = packed[at : at + length]
@@ -131,9 +131,9 @@ def content_of(rows: Sequence[Tensor], column: Column, layout: Layout) -> Conten
                 hint=f"give {column.dtype} {list(column.shape)}, as `reader[i]` does",
             )
     if not column.ragged:
-        return Content(torch.stack(list(rows)) if len(rows) else torch.empty((0, *shape), dtype=dtype))
+        return Content(torch.stack(list(rows)) if len(rows) else torch.empty((0, *shape), dtype=dtype, device="cpu"))
     lengths = np.array([len(row) for row in rows], np.int64)
-    packed = torch.cat([torch.empty((0, *shape), dtype=dtype), *rows])
+    packed = torch.cat([torch.empty((0, *shape), dtype=dtype, device="cpu"), *rows])
     return Content(pad(packed, lengths) if layout == "padded" else packed, lengths)
 
 

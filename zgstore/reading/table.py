@@ -309,7 +309,7 @@ class Table:
         for part, item_bytes in form.item_bytes.items():
             size = item_bytes // stride
             shape = form.item_shape[part] if form.column.ragged else form.item_shape[part][1:]
-            flat = torch.empty(count * size, dtype=torch.uint8)
+            flat = torch.empty(count * size, dtype=torch.uint8, device="cpu")
             view = flat.numpy().data
             for run in runs:
                 with self.blobs.open(self.number(run.shard, form)) as file:
@@ -350,7 +350,7 @@ class Table:
 
 
 def _memory(out: Buffers | None, key: str, size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8) if out is None else out.take(key, size)
+    return torch.empty(size, dtype=torch.uint8, device="cpu") if out is None else out.take(key, size)
 
 
 def places_of(indices: Indices, size: int, *, what: str) -> Rows:

@@ -188,7 +188,7 @@ class _TokenOrder:
         # The last chunk, if it is short, stays last, so that where a window begins is known.
         self._chunks = permutation(seed, epoch, f"{view.data_digest} chunks", size // self._chunk)
         self._key = (seed, epoch, f"{view.data_digest} tokens")
-        self._held: tuple[int, Tensor] = (-1, torch.empty(0))
+        self._held: tuple[int, Tensor] = (-1, torch.empty(0, device="cpu"))
 
     def tokens(self, first: int, end: int) -> Tensor:
         """The tokens at positions ``first`` to ``end``."""
@@ -202,7 +202,7 @@ class _TokenOrder:
 
     def _load(self, window: int) -> Tensor:
         if self._held[0] != window:
-            self._held = (-1, torch.empty(0))  # two windows need not be in memory
+            self._held = (-1, torch.empty(0, device="cpu"))  # two windows need not be in memory
             first, end = window * self._window, min((window + 1) * self._window, len(self._view))
             chunks, rest = self._chunks.rows(first // self._chunk, end // self._chunk), len(self._chunks) * self._chunk
             places = (chunks[:, None] * self._chunk + np.arange(self._chunk)).reshape(-1)

@@ -81,7 +81,9 @@ class Sums:
             distance = torch.where(equal, 0.0, distance.nan_to_num(nan=math.inf, posinf=math.inf))
             total = float(distance.sum())
             x, y = _finite(x), _finite(y)
-        unequal = distance.amax(1) if distance.shape[1] else torch.zeros(len(distance), dtype=torch.float64)
+        unequal = (
+            distance.amax(1) if distance.shape[1] else torch.zeros(len(distance), dtype=torch.float64, device="cpu")
+        )
         if left.values.dtype == right.values.dtype and not left.values.is_floating_point():
             # fp64 cannot tell large integers apart.
             unequal = torch.maximum(unequal, (left.values != right.values).any(1).to(torch.float64))
@@ -147,5 +149,5 @@ def _by_row(of_tokens: Tensor, lengths: Tensor) -> Tensor:
     """Sums over each row's tokens."""
     if len(of_tokens) == len(lengths) and bool((lengths == 1).all()):
         return of_tokens
-    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, rows, of_tokens)
+    rows = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)
+    return torch.zeros(len(lengths), dtype=torch.float64, device="cpu").index_add_(0, rows, of_tokens)

@@ -248,14 +248,17 @@ def _sample_batch(
     """A batch with its rows' digests; sequences without their padding, if ``sequence`` names any."""
     lead = next(iter(columns.values()))
     rows = len(lead)
-    context = context or {SOURCE_ROW: torch.arange(first, first + rows)}
+    context = context or {SOURCE_ROW: torch.arange(first, first + rows, device="cpu")}
     if not sequence:
         return SampleBatch(columns=columns, context=context, digests=_digests(context))
     masked = MASK in sequence and context[MASK].dim() == 2
     if masked:
         lengths, starts = lengths_of(context, MASK)
     else:
-        lengths, starts = torch.full((rows,), lead.shape[1]), torch.zeros(rows, dtype=torch.int64)
+        lengths, starts = (
+            torch.full((rows,), lead.shape[1], device="cpu"),
+            torch.zeros(rows, dtype=torch.int64, device="cpu"),
+        )
     digests = _digests(context, lengths=MASK if masked else None, sequence=sequence)
     packed = {
         name: strip(tensor, lengths, starts, what=f"the batch's {name!r}") if name in sequence else tensor
@@ -339,7 +342,7 @@ def _shard_batch(table: plainfiles.Table, shard: plainfiles.Shard, *, first: int
     if lengths is not None and any(not torch.equal(each, lengths) for each in shard.lengths.values()):
         raise Invalid("ragged columns have rows of unequal lengths", hint="import them as separate snapshots")
     if not context:
-        context = {SOURCE_ROW: torch.arange(first, first + _rows_of(shard))}
+        context = {SOURCE_ROW: torch.arange(first, first + _rows_of(shard), device="cpu")}
     return SampleBatch(
         columns=by_role["boundary"],
         context=context,
@@ -357,7 +360,9 @@ def _packed_digests(context: Mapping[str, Tensor], lengths: Mapping[str, Tensor]
     if not lengths.keys() & context.keys():
         return _digests(context)
     pieces = {
-        name: _pieces(tensor, lengths[name] if name in lengths else torch.ones(len(tensor), dtype=torch.int64))
+        name: _pieces(
+            tensor, lengths[name] if name in lengths else torch.ones(len(tensor), dtype=torch.int64, device="cpu")
+        )
         for name, tensor in context.items()
     }
     rows = len(next(iter(pieces.values())))

@@ -240,7 +240,7 @@ class _Opened:
 
     def _read(self, spec: TensorSpec, begin: int, end: int) -> Tensor:
         size = spec.size // max(spec.shape[0], 1)
-        flat = torch.empty((end - begin) * size, dtype=torch.uint8)
+        flat = torch.empty((end - begin) * size, dtype=torch.uint8, device="cpu")
         self._files.read(self._file, spec.start + begin * size, [flat.numpy().data], len(flat))
         return flat.view(TORCH_OF[spec.dtype]).view(end - begin, *spec.shape[1:])
 
@@ -262,7 +262,7 @@ class _Opened:
         if self._scale is not None:
             values = int8_decode(values, self._read(self._scale, begin, end), self._dtype)
         if self._offsets is None:
-            lengths = torch.ones(count, dtype=torch.int64)
+            lengths = torch.ones(count, dtype=torch.int64, device="cpu")
         else:
             lengths = torch.from_numpy(np.diff(self._offsets[row : row + count + 1]))
         return Piece(values.reshape(end - begin, math.prod(values.shape[1:])), lengths)
