@@ -109,12 +109,13 @@ def test_what_an_extractor_gave_may_be_overwritten_by_it():
 
     def extract(_teacher, batch):
         scratch.copy_(batch["x"])
-        return Trajectory({"h": scratch})
+        return Trajectory({"h": scratch}, outputs={"y": scratch}, context={"c": scratch}, constants={"k": scratch})
 
     extraction = Extraction(teachers.Powers(), extract)
     one = extraction({"x": torch.ones(2, 2)})
     extraction({"x": torch.zeros(2, 2)})
-    assert bool((one.columns["h"] == 1).all())
+    for given in (one.columns["h"], one.outputs["y"], one.context["c"], one.constants["k"]):
+        assert bool((given == 1).all())
 
 
 def test_top_k_logits_are_log_probabilities_less_one_number():

@@ -101,8 +101,9 @@ class Extraction:
             seen: dict[str, Seen] = {}
             columns = self._taken(found.boundaries, short, packed, seen, boundary=True)
             outputs = self._taken(found.outputs, short, packed, seen, boundary=False)
-        beside = self._rules.beside(batch, view, first=first, packed=packed, more=dict(found.context), rows=rows)
-        beside["constants"] |= {name: tensor.detach().cpu() for name, tensor in found.constants.items()}
+        more, constants = _own(found.context), _own(found.constants)
+        beside = self._rules.beside(batch, view, first=first, packed=packed, more=more, rows=rows)
+        beside["constants"] |= constants
         return SampleBatch(columns=columns, outputs=outputs, rows=rows, left_out=left_out, seen=seen, **beside)
 
     def close(self) -> None:
@@ -125,6 +126,11 @@ class Extraction:
             if looked is not None:
                 seen[name] = looked
         return taken
+
+
+def _own(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in CPU memory: a shard waits whole for its rows, and meanwhile the extractor may fill the same tensors."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in given.items()}
 
 
 def _checked(found: Any, rows: int) -> tuple[tuple[int, ...] | None, dict[int, str]]:
