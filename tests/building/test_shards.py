@@ -1,3 +1,5 @@
+import math
+import signal
 import threading
 import time
 
@@ -92,6 +94,9 @@ def test_work_is_done_in_order_and_its_failure_ends_the_next_call():
             background.drain()
         with pytest.raises(OSError, match="disk gone"):
             background.submit(fail)
+        with pytest.raises(OSError, match="disk gone"):
+            background.share([lambda: seen.append(50)])
+        assert len(seen) == 50
 
 
 def test_waiting_bytes_are_bounded_and_a_failure_wakes_who_waits():
@@ -116,3 +121,32 @@ def test_closing_drops_what_has_not_begun():
     threading.Timer(0.05, release.set).start()
     background.close()
     assert not seen
+
+
+@pytest.mark.usefixtures("interrupt")
+def test_an_interrupted_close_leaves_no_thread_behind():
+    before = threading.active_count()
+    background = Background()
+    release = threading.Event()
+    background.submit(release.wait)
+    interrupting = threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), signal.SIGPROF))
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        background.close()
+    release.set()
+    interrupting.join()
+    ended = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < ended:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2])
+def test_what_is_not_finite_is_said_under_autocast_too(store, dtype):
+    x = torch.zeros(3, 4)
+    x[1] = torch.tensor([-math.inf, 0, math.nan, math.inf])
+    with store.writing("test") as session, torch.autocast("cpu", torch.bfloat16):
+        draft = ShardDraft(session, [wanted()], rows=3, lengths=None)
+        add(draft, {"h": x.to(dtype)})
+        assert draft.check() == {"h": ((1,), "nan, inf, -inf")}
+        draft.discard()

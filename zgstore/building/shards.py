@@ -69,7 +69,13 @@ class Background:
             self._changed.notify_all()
 
     def share(self, jobs: Sequence[Job]) -> None:
-        """Do the jobs side by side, on the caller's thread and the second one."""
+        """Do the jobs side by side, on the caller's thread and the second one.
+
+        Raises:
+            Whatever work that was queued earlier raised; what the first job that failed raised.
+        """
+        with self._changed:
+            self._raise()
         self._second.share(jobs)
 
     def drain(self) -> None:
@@ -94,12 +100,13 @@ class Background:
 
     def close(self) -> None:
         """Drop what has not begun, and end both threads."""
+        # Both are told before either is waited for: another interrupt may end the wait, and they end all the same.
+        self._second.close()
         with self._changed:
             self._dropping = True
             self._queue.append((None, 0))
             self._changed.notify_all()
         self._thread.join()
-        self._second.close()
         self._second.join()  # after an interrupt it may still be at a job
 
     def __enter__(self) -> Self:
@@ -367,8 +374,9 @@ def _first_values(tensor: Tensor, rows: int, row: int, lengths: Tensor | None) -
         values = tensor[end - int(lengths[row]) : end].flatten()
     values = values.to(torch.float32) if values.dtype.itemsize == 1 else values
     odd = values[~torch.isfinite(values)]
-    odd = torch.cat([odd[odd != -math.inf], odd[odd == -math.inf]])  # masks, which may be legal, last
-    return ", ".join(str(float(value)) for value in odd[:_SHOWN_VALUES])
+    # Masks, which may be legal, last. Not joined by torch, which refuses some dtypes under autocast.
+    faults, masks = (odd[where][:_SHOWN_VALUES].tolist() for where in (odd != -math.inf, odd == -math.inf))
+    return ", ".join(map(str, [*faults, *masks][:_SHOWN_VALUES]))
 
 
 def weight_of(tensors: Mapping[str, Any]) -> int:
