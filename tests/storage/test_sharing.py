@@ -64,3 +64,12 @@ def test_who_is_busy_with_another_list_is_not_waited_for():
     go_on.set()
     other.join()
     second.close()
+
+
+def test_the_thread_of_who_is_forgotten_ends():
+    second = SecondThread("forgotten")
+    second.share([lambda: None, lambda: None])
+    (thread,) = (each for each in threading.enumerate() if each.name == "forgotten")
+    del second
+    thread.join(5)
+    assert not thread.is_alive()

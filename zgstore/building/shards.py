@@ -74,8 +74,7 @@ class Background:
         Raises:
             Whatever work that was queued earlier raised; what the first job that failed raised.
         """
-        with self._changed:
-            self._raise()
+        self._raise()
         self._second.share(jobs)
 
     def drain(self) -> None:

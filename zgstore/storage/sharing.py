@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
@@ -21,6 +22,8 @@ class SecondThread:
 
     def __init__(self, name: str) -> None:
         self._todo: SimpleQueue[Job | None] = SimpleQueue()
+        # An interrupt may come while the thread starts: then there is nobody to close it.
+        weakref.finalize(self, self._todo.put, None)
         self._thread = threading.Thread(target=_serve, args=(self._todo,), name=name, daemon=True)
         self._thread.start()
 
