@@ -1,11 +1,14 @@
+import contextlib
 import errno
+import itertools
 import os
 import stat
+import sys
 
 import pytest
 
 from zgstore.errors import Corrupt, Invalid, NoSpace, Transient
-from zgstore.storage import files
+from zgstore.storage import drafts, files
 
 
 def test_a_link_below_the_root_is_not_followed(tmp_path):
@@ -118,3 +121,57 @@ def test_the_clock_is_the_file_system_s(store):
     before = store.now()
     (store.path / "tmp" / "probe").write_bytes(b"")
     assert before <= (store.path / "tmp" / "probe").stat().st_mtime <= store.now()
+
+
+@contextlib.contextmanager
+def interrupted(module, at):
+    """A KeyboardInterrupt before line ``at`` of those of a module that run in the block; yields how many ran."""
+    ran = itertools.count()
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename != module.__file__:
+            return None
+        if event == "line" and next(ran) == at:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield ran
+    finally:
+        sys.settrace(before)
+
+
+def walk(folder):
+    with files.directory(folder, "a", "b"):
+        pass
+
+
+def write(folder):
+    with files.directory(folder, "a") as handle, contextlib.ExitStack() as hold:
+        draft = drafts.Draft(handle, mode=0o444)
+        hold.callback(draft.discard)
+        draft.write(b"x")
+        draft.finish()
+
+
+@pytest.mark.parametrize(("module", "work"), [(files, walk), (drafts, write)])
+def test_an_interrupt_at_any_line_closes_no_descriptor_twice(tmp_path, monkeypatch, module, work):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    close, twice = os.close, []
+
+    def counted(handle):
+        try:
+            close(handle)
+        except OSError:
+            twice.append(handle)
+
+    monkeypatch.setattr(os, "close", counted)
+    for at in itertools.count():
+        with contextlib.suppress(KeyboardInterrupt), interrupted(module, at) as ran:
+            work(tmp_path)
+        assert not twice, f"interrupted before line {at} of those that ran"
+        if next(ran) <= at:
+            break
+    assert at > 5

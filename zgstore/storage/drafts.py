@@ -76,8 +76,7 @@ class Draft:
             with self._or_discard("syncing a new file"):
                 os.fchmod(self._handle, self._mode)
                 os.fdatasync(self._handle)
-            os.close(self._handle)
-            self._handle = -1
+            self._close()
             self._blob = Blob(self._hasher.digest(), self.size)
         return self._blob
 
@@ -88,12 +87,16 @@ class Draft:
     def discard(self) -> None:
         """Remove it; harmless when repeated, or when it has been placed."""
         if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+            self._close()
         if self.name:
             with contextlib.suppress(OSError):
                 os.unlink(self.name, dir_fd=self.dir_fd)
             self.name = ""
+
+    def _close(self) -> None:
+        # Forgotten first, lest an interrupt have it closed twice, and another's file with it.
+        handle, self._handle = self._handle, -1
+        os.close(handle)
 
     @contextlib.contextmanager
     def _or_discard(self, doing: str) -> Iterator[None]:

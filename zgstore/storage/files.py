@@ -134,8 +134,8 @@ def directory(root: str | Path, *parts: str, make: int | None = None) -> Iterato
                 if error.errno in {errno.ELOOP, errno.ENOTDIR}:
                     raise not_regular(Path(root, *parts), "a directory") from error
                 raise
-            os.close(handle)
-            handle = below
+            handle, above = below, handle  # first, lest an interrupt have it closed twice, and another's file with it
+            os.close(above)
         yield handle
     finally:
         os.close(handle)
