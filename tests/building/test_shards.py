@@ -1,5 +1,7 @@
+import itertools
 import math
 import signal
+import sys
 import threading
 import time
 
@@ -19,6 +21,14 @@ def wanted(name="h", dtype=None, codec="raw", role="boundary"):
 
 def content(store, blob):
     return store.objects.path(blob.digest, "objects").read_bytes()
+
+
+def threads_left(before):
+    """The threads that were not there before, once those that end have ended."""
+    latest = time.monotonic() + 5
+    while (left := {*threading.enumerate()} - before) and time.monotonic() < latest:
+        time.sleep(0.01)
+    return left
 
 
 def add(draft, *args, **more):
@@ -125,7 +135,7 @@ def test_closing_drops_what_has_not_begun():
 
 @pytest.mark.usefixtures("interrupt")
 def test_an_interrupted_close_leaves_no_thread_behind():
-    before = threading.active_count()
+    before = {*threading.enumerate()}
     background = Background()
     release = threading.Event()
     background.submit(release.wait)
@@ -135,10 +145,25 @@ def test_an_interrupted_close_leaves_no_thread_behind():
         background.close()
     release.set()
     interrupting.join()
-    ended = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < ended:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    assert not threads_left(before)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_an_interrupt_while_a_thread_starts_leaves_none_behind(nth):
+    before, starts = {*threading.enumerate()}, itertools.count(1)
+
+    def trace(frame, *_):
+        if frame.f_code is threading.Event.wait.__code__ and next(starts) == nth:
+            raise KeyboardInterrupt
+
+    tracing = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Background()
+    finally:
+        sys.settrace(tracing)
+    assert not threads_left(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2])

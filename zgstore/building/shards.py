@@ -51,7 +51,11 @@ class Background:
         self._dropping = False
         self._second = SecondThread("zgstore-writer-2")
         self._thread = threading.Thread(target=self._work, name="zgstore-writer", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # an interrupt, while it starts
+            self._end()
+            raise
 
     def submit(self, work: Callable[[], None], *, weight_bytes: int = 0) -> None:
         """Queue ``work``; waits while too many bytes do.
@@ -100,11 +104,7 @@ class Background:
     def close(self) -> None:
         """Drop what has not begun, and end both threads."""
         # Both are told before either is waited for: another interrupt may end the wait, and they end all the same.
-        self._second.close()
-        with self._changed:
-            self._dropping = True
-            self._queue.append((None, 0))
-            self._changed.notify_all()
+        self._end()
         self._thread.join()
         self._second.join()  # after an interrupt it may still be at a job
 
@@ -113,6 +113,13 @@ class Background:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _end(self) -> None:
+        self._second.close()
+        with self._changed:
+            self._dropping = True
+            self._queue.append((None, 0))
+            self._changed.notify_all()
 
     def _raise(self) -> None:
         if self._cause is not None:
