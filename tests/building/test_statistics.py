@@ -36,10 +36,12 @@ def test_a_mask_is_no_fault():
     assert nonfinite_rows(x, masks=True) == (1, 2)
 
 
-def test_huge_finite_values_are_finite():
-    seen = look(torch.tensor([[3e38, -3e38]]))
+@pytest.mark.parametrize("size", [3e38, 1e-30, 1e-45])
+def test_huge_and_tiny_values_have_their_size(size):
+    x = torch.tensor([[size, -size]])
+    seen = look(x)
     assert seen.count == 2
-    assert seen.rms == pytest.approx(3e38, rel=1e-5)
+    assert seen.rms == pytest.approx(float(x[0, 0]), rel=1e-5)
 
 
 @given(st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=9))

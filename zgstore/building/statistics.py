@@ -17,7 +17,7 @@ from torch import Tensor
 from zgstore.format.tensorfile import offsets_of
 
 _PIECE: Final = 1 << 18  # elements widened together: in fp32 they stay in the cores' caches
-_LARGEST: Final = 1e16  # squares of what is larger would leave fp32's range
+_LEAST, _LARGEST = 1e-16, 1e16  # in fp32 the squares of smaller elements vanish, and of larger ones are infinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def _of(values: Tensor) -> Seen:
         if not len(values):
             return Seen()
         low, high = map(float, torch.aminmax(values))
-    if max(-low, high) > _LARGEST:
+    if not _LEAST < max(-low, high) < _LARGEST:
         values = values.to(torch.float64)
     return Seen(len(values), float(torch.dot(values, values)), low, high)
 
