@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -23,13 +24,38 @@ def tmp_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture
-def interrupt() -> Iterator[signal.Signals]:
+class Interrupts:
     """A signal that interrupts as SIGINT does, which a shell has ignored by what it runs in the background.
 
-    Not SIGALRM: a test's own time limit comes by that.
+    Only inside `within`, however late it is delivered. Not SIGALRM: a test's own time limit comes by that.
     """
-    before = signal.signal(signal.SIGPROF, signal.default_int_handler)
-    yield signal.SIGPROF
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    signal.signal(signal.SIGPROF, before)
+
+    signal = signal.SIGPROF
+
+    def __init__(self) -> None:
+        self._armed = False
+
+    def __call__(self, *_: object) -> None:
+        armed, self._armed = self._armed, False
+        if armed:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def within(self, cpu_seconds: float = 0.0) -> Iterator[None]:
+        """One interrupt after so many seconds of this process's processors, or when the signal is sent."""
+        self._armed = True
+        try:
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+            yield
+        finally:
+            self._armed = False
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Interrupts]:
+    """What is still under way when it ends is ignored: what the system does by default ends the process."""
+    given = Interrupts()
+    signal.signal(given.signal, given)
+    yield given
+    signal.signal(given.signal, signal.SIG_IGN)

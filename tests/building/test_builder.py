@@ -1,5 +1,4 @@
 import random
-import signal
 import sys
 from pathlib import Path
 
@@ -57,22 +56,20 @@ def test_a_build_stores_what_the_teacher_computes_bit_for_bit(tmp_path, store):
     assert torch.equal(dense(store, report.snapshot, "id"), torch.arange(12))
 
 
-@pytest.mark.usefixtures("interrupt")
-def test_interrupts_at_any_moment_leave_a_build_that_goes_on(tmp_path):
+def test_interrupts_at_any_moment_leave_a_build_that_goes_on(tmp_path, interrupts):
     recipe = synthetic.recipe(tmp_path, count=6, rows=2, length=256, width=256, layers=2, cut=2)
     expected = build(Store.init(tmp_path / "whole"), recipe).snapshot
-    draw, interrupts, stores = random.Random(0), 0, 0
-    while interrupts < 20:
+    draw, came, stores = random.Random(0), 0, 0
+    while came < 20:
         store = Store.init(tmp_path / str(stores))
         stores += 1
         report = None
         while report is None:
             try:
-                signal.setitimer(signal.ITIMER_PROF, draw.uniform(1e-3, 0.1))
-                report = build(store, recipe)
-                signal.setitimer(signal.ITIMER_PROF, 0)
+                with interrupts.within(draw.uniform(1e-3, 0.1)):
+                    report = build(store, recipe)
             except KeyboardInterrupt:
-                interrupts += 1
+                came += 1
         assert report.snapshot == expected
         assert verify(store).report.ok
 

@@ -133,15 +133,15 @@ def test_closing_drops_what_has_not_begun():
     assert not seen
 
 
-@pytest.mark.usefixtures("interrupt")
-def test_an_interrupted_close_leaves_no_thread_behind():
+def test_an_interrupted_close_leaves_no_thread_behind(interrupts):
     before = {*threading.enumerate()}
     background = Background()
-    release = threading.Event()
-    background.submit(release.wait)
-    interrupting = threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), signal.SIGPROF))
+    begun, release = threading.Event(), threading.Event()
+    background.submit(lambda: (begun.set(), release.wait()))
+    assert begun.wait(10)  # what has not begun is dropped
+    interrupting = threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), interrupts.signal))
     interrupting.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupts.within():
         background.close()
     release.set()
     interrupting.join()

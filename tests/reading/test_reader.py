@@ -326,7 +326,7 @@ def test_rows_without_a_sequence_axis_have_no_mask(tmp_path):
         assert reader[3]["y"].item() == 3
 
 
-def test_an_interrupted_batch_writes_into_no_later_one(tmp_path, monkeypatch, interrupt):
+def test_an_interrupted_batch_writes_into_no_later_one(tmp_path, monkeypatch, interrupts):
     """As in a notebook: a cell is interrupted, and the next one reads on into the same memory."""
     rows = {name: [torch.full((64, 1024), float(row)) for row in range(16)] for name in ("h.0", "h.1")}
     reader, out = read(make_store(tmp_path / "s", rows).store, "main"), Buffers()
@@ -339,12 +339,12 @@ def test_an_interrupted_batch_writes_into_no_later_one(tmp_path, monkeypatch, in
         elif not in_second.is_set():
             in_second.set()
             # To the main thread, as a terminal's is: one that waits is woken by its own signals alone.
-            threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, interrupt)).start()
+            threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, interrupts.signal)).start()
             assert go_on.wait(10)
         return real(*args)
 
     monkeypatch.setattr(os, "preadv", slow_in_the_second_thread)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupts.within():
         reader.batch([0, 1, 2, 3] * 4, out=out)
     batch = reader.batch([8] * 16, out=out)
     go_on.set()
@@ -353,19 +353,17 @@ def test_an_interrupted_batch_writes_into_no_later_one(tmp_path, monkeypatch, in
         assert torch.equal(batch[name], torch.full((16, 64, 1024), 8.0))
 
 
-@pytest.mark.usefixtures("interrupt")
-def test_interrupts_at_any_moment_leave_the_reader_as_it_was(tmp_path):
+def test_interrupts_at_any_moment_leave_the_reader_as_it_was(tmp_path, interrupts):
     rows = {name: [torch.full((64, 1024), float(row)) for row in range(16)] for name in ("h.0", "h.1")}
     reader, out = read(make_store(tmp_path / "s", rows).store, "main"), Buffers()
-    draw, interrupts = random.Random(0), 0
-    while interrupts < 20:  # a busy machine has its clock tick seldom: not as many as come in some time
+    draw, came = random.Random(0), 0
+    while came < 20:  # a busy machine has its clock tick seldom: not as many as come in some time
         try:
-            signal.setitimer(signal.ITIMER_PROF, draw.uniform(1e-5, 3e-3))
-            reader.batch(draw.choices(range(16), k=16), out=out)
-            signal.setitimer(signal.ITIMER_PROF, 0)
+            with interrupts.within(draw.uniform(1e-5, 3e-3)):
+                reader.batch(draw.choices(range(16), k=16), out=out)
             continue
         except KeyboardInterrupt:
-            interrupts += 1
+            came += 1
         wanted = draw.choices(range(16), k=16)
         batch = reader.batch(wanted, out=out)
         for name in rows:
