@@ -1,5 +1,6 @@
 import random
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -518,6 +519,23 @@ def test_an_extractor_can_leave_rows_out_and_their_ids_survive(tmp_path, store):
     changed = build(store, path, explain=True)
     assert changed.snapshot != report.snapshot
     assert any("extractor.args.drop" in why.reason for why in changed.explain)
+
+
+def test_a_factory_may_fill_the_same_tensors_again_while_a_shard_waits(tmp_path, store, monkeypatch):
+    monkeypatch.setattr("zgstore.building.inputs.KEEP_BYTES", 0)
+    more = """
+    def refilling():
+        tokens, ids = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+        for at in range(4):
+            yield {"input_ids": tokens.fill_(at), "id": ids.copy_(torch.arange(2) + 10 * at)}
+    """
+    folder = tmp_path / "p"
+    path, module = make_project(folder, more=EXTRACTOR + textwrap.dedent(more), boundaries=())
+    write_recipe(folder, module, boundaries=(), context=("input_ids",), capture=f'extractor = "{module}:extract"')
+    path.write_text(path.read_text().replace(f"{module}:batches", f"{module}:refilling"))
+    report = build(store, path)
+    assert dense(store, report.snapshot, "input_ids")[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert dense(store, report.snapshot, "id").tolist() == [0, 1, 10, 11, 20, 21, 30, 31]
 
 
 @pytest.mark.parametrize("more", ["first", "later"])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zgstore.building.hooks import moved, said
 from zgstore.building.pool import Pool, copied
 from zgstore.building.recipe import RESERVED_COLUMNS
-from zgstore.building.rows import Batch, SampleBatch
+from zgstore.building.rows import Batch, SampleBatch, own
 from zgstore.building.rules import Rules, View, kept_rows
 from zgstore.building.statistics import Seen
 from zgstore.building.teacher import device_of
@@ -101,9 +101,8 @@ class Extraction:
             seen: dict[str, Seen] = {}
             columns = self._taken(found.boundaries, short, packed, seen, boundary=True)
             outputs = self._taken(found.outputs, short, packed, seen, boundary=False)
-        more, constants = _own(found.context), _own(found.constants)
-        beside = self._rules.beside(batch, view, first=first, packed=packed, more=more, rows=rows)
-        beside["constants"] |= constants
+        beside = self._rules.beside(batch, view, first=first, packed=packed, more=own(found.context), rows=rows)
+        beside["constants"] |= {name: tensor.cpu() for name, tensor in own(found.constants).items()}
         return SampleBatch(columns=columns, outputs=outputs, rows=rows, left_out=left_out, seen=seen, **beside)
 
     def close(self) -> None:
@@ -126,11 +125,6 @@ class Extraction:
             if looked is not None:
                 seen[name] = looked
         return taken
-
-
-def _own(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in CPU memory: a shard waits whole for its rows, and meanwhile the extractor may fill the same tensors."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in given.items()}
 
 
 def _checked(found: Any, rows: int) -> tuple[tuple[int, ...] | None, dict[int, str]]:

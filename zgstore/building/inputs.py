@@ -25,6 +25,7 @@ from zgstore.building.rows import (
     ids_of,
     labels_masked,
     lengths_of,
+    own,
     row_digests,
     strip,
 )
@@ -118,7 +119,7 @@ def read_inputs(recipe: Recipe, *, limit: int | None = None, keep_bytes: int | N
         digests.append(rows)
         total_bytes += sum(value.nbytes for value in batch.values() if isinstance(value, Tensor))
         if kept is not None:
-            kept.append(_own(batch))
+            kept.append(own(batch))
             kept = kept if total_bytes <= keep_bytes else None
     reading.finish()
     return Inputs(
@@ -167,7 +168,7 @@ class Replay:
             info = self._inputs.batches[index]
             if batch_digest(batch).raw != info.digest or _ids_digest(batch, info.first) != info.ids:
                 break
-            return batch
+            return own(batch)
         raise Refused(
             f"{self._recipe.data.factory.text!r} gave another batch {index} when it was read a second time",
             hint="make the data factory give the same batches each time it is called: fix its seeds and its order",
@@ -293,11 +294,6 @@ def _limited(source: Any, recipe: Recipe, limit: int | None) -> Iterator[Batch]:
             yield batch if rows == left else {k: v if k in constants else v[:left] for k, v in batch.items()}
             return
         left = None if left is None else left - rows
-
-
-def _own(batch: Batch) -> Batch:
-    """The batch with tensors of its own: a factory may fill the same ones again."""
-    return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
 def _ids_digest(batch: Batch, first: int) -> bytes:

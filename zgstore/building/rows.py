@@ -141,6 +141,11 @@ def _typed(value: Any) -> str:
     return name
 
 
+def own(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same entries with tensors of their own: what waits is read when who made it may have filled it again."""
+    return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in given.items()}
+
+
 def labels_masked(batch: Batch, *, key: str = LABELS) -> bool:
     """Whether a batch has labels and every one of them is −100.
 
